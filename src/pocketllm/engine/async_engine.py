@@ -1,0 +1,170 @@
+"""`AsyncEngine`: an engine in a thread of its own, used from asyncio.
+
+Thread rule: the engine's thread alone touches the engine. Others send it functions to run between two steps; results and
+tokens come back on the caller's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pocketllm.engine.engine import Engine
+from pocketllm.engine.request import FinishReason, RequestOutput
+from pocketllm.errors import PocketLLMError
+from pocketllm.options import SamplingParams
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Listener:
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[RequestOutput | Exception]
+
+    def send(self, item: RequestOutput | Exception) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+
+
+class AsyncEngine:
+    """Starts the engine's thread at construction; `close` ends it and aborts what still runs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[str, _Listener] = {}  # of the engine's thread
+        self._failure: Exception | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="pocketllm-engine", daemon=True)
+        self._thread.start()
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run `function(engine)` between two steps; its result or exception comes back here."""
+        if self._closed or self._failure is not None:
+            raise PocketLLMError("the engine is closed" if self._closed else f"the engine has failed: {self._failure}")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._engine))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        if not self._thread.is_alive():  # it ended just now: nobody else would answer
+            self._run_left_over()
+        return await asyncio.wrap_future(future)
+
+    async def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        slot: int | None = None,
+    ) -> tuple[str, AsyncIterator[RequestOutput]]:
+        """Queue a request; returns its id and the stream of its outputs. Errors as `Engine.add_request`.
+
+        Closing the stream before its end (leaving `async for`, a cancelled task) aborts the request.
+        """
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+
+        def add(engine: Engine) -> str:
+            added = engine.add_request(prompt_ids, params, request_id=request_id, slot=slot)
+            self._listeners[added] = listener
+            return added
+
+        added = await self.call(add)
+        return added, self._stream(added, listener)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, *, slot: int | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """`submit` as one asynchronous iterator."""
+        _, stream = await self.submit(prompt_ids, params, slot=slot)
+        async for output in stream:
+            yield output
+
+    async def end_request(self, request_id: str, reason: FinishReason = "abort") -> None:
+        """End a request early; its stream gets a last output with the reason."""
+
+        def end(engine: Engine) -> None:
+            output = engine.end_request(request_id, reason)
+            if output is not None:
+                self._dispatch(output)
+
+        await self.call(end)
+
+    async def close(self) -> None:
+        """Abort everything and end the thread."""
+        if not self._closed:
+            self._closed = True
+            self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def _stream(self, request_id: str, listener: _Listener) -> AsyncIterator[RequestOutput]:
+        finished = False
+        try:
+            while not finished:
+                item = await listener.outputs.get()
+                finished = isinstance(item, Exception) or item.finished
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if not finished:  # the reader left: no await here, its task may be cancelled
+                self._inbox.put(lambda: self._abandon(request_id))
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        engine = self._engine
+        try:
+            while self._drain(wait=not engine.has_work or engine.stalled):
+                for output in engine.step():
+                    self._dispatch(output)
+        except Exception as error:  # not of one request (those are results): the engine's own state is in doubt
+            self._failure = error
+        self._end_all()
+
+    def _drain(self, *, wait: bool) -> bool:
+        """Run what was sent; False once the engine is to close. wait: sleep until something is sent."""
+        while True:
+            try:
+                function = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            if function is None:
+                return False
+            function()
+            wait = False
+
+    def _dispatch(self, output: RequestOutput) -> None:
+        listener = self._listeners.get(output.request_id)
+        if listener is not None:
+            listener.send(output)
+            if output.finished:
+                del self._listeners[output.request_id]
+
+    def _abandon(self, request_id: str) -> None:
+        self._listeners.pop(request_id, None)
+        self._engine.end_request(request_id)
+
+    def _end_all(self) -> None:
+        for request_id, listener in list(self._listeners.items()):
+            output = self._engine.end_request(request_id) if self._failure is None else None
+            listener.send(output or PocketLLMError(f"the engine has failed: {self._failure}"))
+        self._listeners.clear()
+        self._run_left_over()
+
+    def _run_left_over(self) -> None:
+        while not self._inbox.empty():
+            function = self._inbox.get()
+            if function is not None:
+                function()

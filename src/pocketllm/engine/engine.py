@@ -1,0 +1,224 @@
+"""`Engine`: a `SlotEngine` with a queue, a scheduler and a sampler. The loop, in token ids.
+
+`add_request` queues, `step` computes one step for all requests that have a slot, `end_request` ends one early. Explicit slots can
+be used beside it: a slot the caller acquired can also be lent to requests, one after the other (a conversation's turns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pocketllm.engine.request import FinishReason, Request, RequestOutput, State
+from pocketllm.engine.runner import SlotTokens
+from pocketllm.engine.sampler import Sampler, TokenLogprobs, uniform
+from pocketllm.engine.scheduler import Scheduler
+from pocketllm.engine.slot_engine import SlotEngine
+from pocketllm.errors import RequestError
+from pocketllm.kernels.protocol import Kernels
+from pocketllm.layers.batch import Kind
+from pocketllm.models.registry import Checkpoint
+from pocketllm.options import EngineOptions, SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since construction, and the state of slots and pages now."""
+
+    steps: int
+    prompt_tokens: int  # computed by prefill passes, recomputation included
+    output_tokens: int
+    waiting: int
+    running: int
+    free_slots: int
+
+
+class Engine(SlotEngine):
+    """See the module. An error of one request is that request's result; the engine and the other requests go on."""
+
+    def __init__(
+        self,
+        model: str | Path | Checkpoint | None = None,
+        options: EngineOptions | None = None,
+        *,
+        vocab_limit: int | None = None,
+        kernels: Kernels | None = None,
+        **option_values: Any,
+    ) -> None:
+        """As `SlotEngine`. vocab_limit: token ids from here on are never sampled (a model may have more rows than its
+        tokenizer has tokens)."""
+        super().__init__(model, options, kernels=kernels, **option_values)
+        self.sampler = Sampler(self.plan.kv.num_slots, self.config.vocab_size, self.device, vocab_limit)
+        self.scheduler = Scheduler(
+            self.slots,
+            prefill_chunk=self.options.prefill_chunk,
+            max_queue=self.options.max_queue,
+            has_state=self.has_state,
+        )
+        self._requests: dict[str, Request] = {}  # not finished yet
+        self._steps = self._prompt_tokens = self._output_tokens = self._num_requests = 0
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        slot: int | None = None,
+    ) -> str:
+        """Queue one generation and return its id.
+
+        slot: run in this acquired slot, reusing the tokens it holds as far as the prompt begins with them; the slot
+        stays the caller's afterwards. RequestError, QueueFull or SlotError if it is refused; nothing is queued then.
+        """
+        params = params or SamplingParams()
+        prompt = self.check_tokens(prompt_ids)
+        for token in (*params.logit_bias, *params.stop_token_ids):
+            if token >= self.sampler.vocab_limit:
+                raise RequestError(f"token id {token}: this model's ids are 0 to {self.sampler.vocab_limit - 1}")
+        request_id = request_id if request_id is not None else f"request-{self._num_requests}"
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use: choose another")
+        seed = params.seed if params.seed is not None else int(uniform(self.options.seed, self._num_requests) * 2**53)
+        request = Request(request_id, prompt, params, seed, bound_slot=slot)
+        self.scheduler.add(request)
+        self._num_requests += 1
+        self._requests[request_id] = request
+        return request_id
+
+    def end_request(self, request_id: str, reason: FinishReason = "abort") -> RequestOutput | None:
+        """End a request now, whatever it is doing; its slot is free at once. None if no such request is unfinished.
+
+        reason "stop": the text layer saw a stop string.
+        """
+        request = self._requests.get(request_id)
+        return None if request is None else self._finish(request, reason)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def stalled(self) -> bool:
+        """Requests wait, none runs, and none can be admitted until a caller releases a slot."""
+        return bool(self.scheduler.waiting) and not self.scheduler.running
+
+    @property
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            self._steps,
+            self._prompt_tokens,
+            self._output_tokens,
+            len(scheduler.waiting),
+            len(scheduler.running),
+            self.slots.num_free,
+        )
+
+    def step(self) -> list[RequestOutput]:
+        """One step for all admitted requests: returns what is new for each that produced a token or ended."""
+        plan = self.scheduler.schedule()
+        if plan.empty:
+            return []
+        self._steps += 1
+        outputs = [self._finish(request, "length") for request in plan.ended]
+        outputs += self._run("prefill", plan.prefill, plan.prefill_requests)
+        outputs += self._run("decode", plan.decode, plan.decode_requests)
+        self._prompt_tokens += sum(len(item.token_ids) for item in plan.prefill)
+        return outputs
+
+    def _run(self, kind: Kind, items: list[SlotTokens], requests: list[Request]) -> list[RequestOutput]:
+        """One pass: forward, advance, sample, see who has ended."""
+        if not items:
+            return []
+        histories = [request.tokens_so_far for request in requests]
+        outputs: list[RequestOutput] = []
+        ready: list[tuple[Request, Tensor]] = []
+        for item, request, result in zip(items, requests, self.passes.run(kind, items, histories), strict=True):
+            if result.error is not None:
+                outputs.append(self._finish(request, "error", result.error))
+                continue
+            self.scheduler.commit(request, item)
+            if result.logits is not None:
+                ready.append((request, result.logits))
+        return outputs + (self._sample(ready) if ready else [])
+
+    def _sample(self, ready: list[tuple[Request, Tensor]]) -> list[RequestOutput]:
+        """Choose the next token of each request from its logits row [V]."""
+        requests = [request for request, _ in ready]
+        slots = []
+        for request in requests:
+            assert request.slot is not None
+            slots.append(request.slot)
+            if not request.output_ids:
+                self.sampler.start(
+                    request.slot, request.params, request.prompt_ids, self.config.eos_token_ids, request.seed
+                )
+        result = self.sampler.sample(
+            torch.stack([logits for _, logits in ready]),
+            slots,
+            [request.num_tokens for request in requests],
+            [len(request.output_ids) for request in requests],
+        )
+        bad = set(result.bad)
+        tokens = result.tokens.tolist()
+        good = [i for i in range(len(requests)) if i not in bad]
+        self.sampler.record([slots[i] for i in good], result.tokens[good])
+        outputs = []
+        for i, request in enumerate(requests):
+            if i in bad:
+                error = RequestError(f"the model's logits after token {request.num_tokens - 1} are not finite")
+                outputs.append(self._finish(request, "error", error))
+            else:
+                outputs.append(self._append(request, tokens[i], result.logprobs.get(i)))
+        return outputs
+
+    def _append(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+        request.output_ids.append(token)
+        request.mark_token()
+        self._output_tokens += 1
+        new = ((token,), (logprobs,) if logprobs is not None else ())
+        params, generated = request.params, len(request.output_ids)
+        stops = (not params.ignore_eos and token in self.config.eos_token_ids) or token in params.stop_token_ids
+        if stops and generated >= params.min_tokens:
+            return self._finish(request, "stop", None, *new)
+        if generated == params.max_tokens:
+            return self._finish(request, "length", None, *new)
+        return self._output(request, *new)
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        error: Exception | None = None,
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> RequestOutput:
+        if request.slot is not None:
+            self.sampler.stop(request.slot)
+        if request.state is not State.FINISHED:
+            self.scheduler.finish(request, reason, error)
+        self._requests.pop(request.request_id, None)
+        request.mark_end()
+        return self._output(request, tokens, logprobs)
+
+    @staticmethod
+    def _output(request: Request, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            slot=request.slot,
+            new_token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            error=request.error,
+            num_prompt_tokens=len(request.prompt_ids),
+            num_cached_tokens=request.num_cached,
+            num_output_tokens=len(request.output_ids),
+        )

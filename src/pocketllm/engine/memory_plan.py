@@ -1,0 +1,310 @@
+"""The memory plan: every byte an engine will allocate, known before the first one is.
+
+`plan_memory` builds the model on a source that only counts, adds the caches' shapes, and decides how many pages fit. The
+engine allocates from the same shapes, so plan and reality agree to the byte; `pocketllm plan` prints it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pocketllm.cache.formats import KV_FORMATS, KVFormat, kv_format
+from pocketllm.cache.kv import KVCacheShape
+from pocketllm.cache.state import StateShape
+from pocketllm.engine.sampler import Sampler
+from pocketllm.errors import MemoryPlanError, OptionError
+from pocketllm.kernels import select_kernels
+from pocketllm.layers.rope import RotaryEmbedding
+from pocketllm.models.config import ModelConfig
+from pocketllm.models.qwen import QwenModel
+from pocketllm.models.registry import ConfigStorage
+from pocketllm.options import EngineOptions
+from pocketllm.parallel import TensorParallel
+from pocketllm.weights.base import Policy
+from pocketllm.weights.dummy import PlannedSource
+from pocketllm.weights.reader import Storage
+
+# What a CUDA process takes before the first tensor: context, library handles, graphs. An assumption until it is measured.
+CUDA_RUNTIME = 1536 << 20
+
+TABLE_SLOTS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank, and the sizes they come from."""
+
+    kv: KVCacheShape
+    state: StateShape
+    max_context: int  # tokens one slot may hold
+    weights: int
+    tables: int  # cos and sin of the rotary embedding
+    sampler: int
+    logits: int  # [rows, vocabulary] float32 of the largest pass
+    workspace: int  # largest sum of a pass's intermediate tensors; taken and given back during a pass
+    runtime: int  # of the device's libraries; not allocated by the engine
+    budget: int | None  # bytes the engine may take; None: not limited
+    notes: tuple[str, ...] = ()  # what was chosen for the user, in words
+
+    @property
+    def resident(self) -> int:
+        """Bytes the engine allocates at construction and keeps."""
+        return self.weights + self.tables + self.kv.nbytes + self.state.nbytes + self.sampler
+
+    @property
+    def total(self) -> int:
+        return self.resident + self.logits + self.workspace + self.runtime
+
+    @property
+    def left(self) -> int | None:
+        return None if self.budget is None else self.budget - self.total
+
+    @property
+    def fits(self) -> bool:
+        return self.budget is None or self.total <= self.budget
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.kv.num_pages * self.kv.page_size
+
+
+def compute_dtype(options: EngineOptions, device_type: str) -> torch.dtype:
+    """auto: float32 on a CPU (its 16-bit float units are slow or missing), bfloat16 on a GPU."""
+    if options.dtype == "auto":
+        return torch.bfloat16 if device_type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    return dtype
+
+
+def kv_format_of(options: EngineOptions, dtype: torch.dtype) -> KVFormat:
+    """The format chosen; auto is the plain format of the compute type."""
+    plain = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    return kv_format(plain if options.kv_cache_dtype == "auto" else options.kv_cache_dtype)
+
+
+class _Planner:
+    """Everything about a model on a device that does not depend on slots, context and KV format, computed once."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: EngineOptions,
+        budget: int | None,
+        device_type: str,
+        storage: Storage | None,
+    ) -> None:
+        self.config, self.options, self.budget, self.device_type = config, options, budget, device_type
+        self.dtype = compute_dtype(options, device_type)
+        self.kernels = select_kernels(options.kernels, device_type)
+        self.tp = TensorParallel(0, options.tensor_parallel)
+        policy = Policy(options.quantization, self.dtype)
+        source = PlannedSource(storage or ConfigStorage(config), policy, tied_head=config.tie_word_embeddings)
+        try:
+            QwenModel(
+                config,
+                self.tp,
+                self.kernels,
+                source,
+                max_context=1,
+                dtype=self.dtype,
+                device=torch.device("meta"),
+            )
+        except ValueError as error:
+            raise OptionError(f"tensor_parallel = {options.tensor_parallel}: {error}") from error
+        self.weights = source.nbytes
+        self.runtime = CUDA_RUNTIME if device_type == "cuda" else 0
+
+    def plan(self, slots: int, pages: int, max_pages: int, fmt: KVFormat, notes: tuple[str, ...] = ()) -> MemoryPlan:
+        """The plan for given sizes, whether it fits or not."""
+        config, options = self.config, self.options
+        context = min(max_pages * options.page_size, config.max_position_embeddings)
+        if options.max_context is not None:
+            context = min(context, options.max_context)
+        rows = slots * (options.max_draft_tokens + 1)
+        tokens = max(options.prefill_chunk, rows)
+        vocab = self.tp.shard(config.vocab_size, "vocab_size")
+        return MemoryPlan(
+            kv=KVCacheShape(
+                kv_format=fmt,
+                layout=options.kv_layout,
+                num_layers=len(config.attention_layers),
+                num_slots=slots,
+                num_pages=pages,
+                max_pages=max_pages,
+                page_size=options.page_size,
+                num_kv_heads=self.tp.replicate_or_shard(config.num_kv_heads, "num_key_value_heads"),
+                head_dim=config.head_dim,
+            ),
+            state=self._state_shape(slots),
+            max_context=context,
+            weights=self.weights,
+            tables=RotaryEmbedding.planned_nbytes(config.rope, context),
+            sampler=sum(s.nbytes for s in Sampler.specs(slots, config.vocab_size)),
+            logits=max(rows, 1) * vocab * 4,
+            workspace=self._workspace(tokens, context),
+            runtime=self.runtime,
+            budget=self.budget,
+            notes=notes,
+        )
+
+    def _state_shape(self, slots: int) -> StateShape:
+        gdn, tp, options = self.config.gated_delta, self.tp, self.options
+        journal = options.max_draft_tokens + 1 if options.max_draft_tokens else 0
+        if gdn is None:
+            return StateShape(0, slots, 0, 0, 0, 0, 0, 0, journal, options.num_snapshots, self.dtype)
+        return StateShape(
+            num_layers=len(self.config.state_layers),
+            num_slots=slots,
+            conv_dim=tp.shard(gdn.conv_dim, "conv channels"),
+            conv_taps=gdn.conv_kernel - 1,
+            num_key_heads=tp.shard(gdn.num_key_heads, "linear_num_key_heads"),
+            num_value_heads=tp.shard(gdn.num_value_heads, "linear_num_value_heads"),
+            key_head_dim=gdn.key_head_dim,
+            value_head_dim=gdn.value_head_dim,
+            journal_len=journal,
+            num_snapshots=options.num_snapshots,
+            dtype=self.dtype,
+        )
+
+    def _workspace(self, tokens: int, context: int) -> int:
+        """Bound of a pass's live intermediates: the widest block's tensors, and one attention call's own."""
+        config, size = self.config, self.tp.size
+        attention = config.num_heads * config.head_dim * (2 if config.attn_output_gate else 1)
+        attention += 2 * config.num_kv_heads * config.head_dim
+        inner = config.intermediate_size
+        if config.moe is not None:
+            shared = config.moe.shared_intermediate_size
+            inner = max(inner, config.moe.expert_intermediate_size * config.moe.top_k + shared)
+        widths = [3 * attention // size, 3 * inner // size]
+        if config.gated_delta is not None:
+            widths.append(4 * (config.gated_delta.conv_dim + config.gated_delta.value_dim) // size)
+        rowwise = tokens * (4 * config.hidden_size + max(widths)) * 4
+        heads = self.tp.shard(config.num_heads, "num_attention_heads")
+        return rowwise + self.kernels.attention_workspace(heads, config.head_dim, tokens, context)
+
+    def pages_that_fit(self, slots: int, max_pages: int, fmt: KVFormat) -> int:
+        """Most pool pages (0 if not even an empty pool fits), each slot using at most max_pages."""
+        if self.budget is None:
+            return slots * max_pages
+        empty = self.plan(slots, 0, max_pages, fmt)
+        return min(max((self.budget - empty.total) // max(empty.kv.page_nbytes, 1), 0), slots * max_pages)
+
+    def largest_context(self, slots: int, fmt: KVFormat) -> int:
+        """Most tokens each of `slots` slots can hold at once, a multiple of the page size (0: none)."""
+        page = self.options.page_size
+        low, high = 0, -(-self.config.max_position_embeddings // page)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.plan(slots, slots * middle, middle, fmt).fits:
+                low = middle
+            else:
+                high = middle - 1
+        return min(low * page, self.config.max_position_embeddings)
+
+
+def plan_memory(
+    config: ModelConfig,
+    options: EngineOptions,
+    device_memory: int | None,
+    device_type: str = "cpu",
+    storage: Storage | None = None,
+) -> MemoryPlan:
+    """The plan for one rank with at most device_memory bytes (None: unlimited). storage: how the checkpoint keeps its
+    weights (`Checkpoint.storage`); None: as its config says.
+
+    Sizes that the options leave open are chosen here and named in `notes`. The plan may not fit (`fits`): a caller that
+    wants to allocate calls `check_fits`.
+    """
+    planner = _Planner(config, options, device_memory, device_type, storage)
+    fmt = kv_format_of(options, planner.dtype)
+    try:
+        fmt.planes(config.head_dim)
+    except ValueError as error:
+        raise OptionError(f"kv_cache_dtype = {fmt.name!r} does not suit this model: {error}") from error
+    slots, page = options.max_batch_size, options.page_size
+    notes: list[str] = []
+    limit = config.max_position_embeddings
+    if options.max_context is not None and options.max_context > limit:
+        raise OptionError(f"max_context = {options.max_context}: this model's limit is {limit} tokens")
+    wanted = options.max_context or limit
+    max_pages = -(-wanted // page)
+    if options.kv_layout == "slots":
+        if options.max_context is None:
+            context = planner.largest_context(slots, fmt)
+            if context and context < limit:
+                max_pages = context // page
+                notes.append(f"max_context = {context}: the most that {slots} slots can own")
+        return planner.plan(slots, slots * max_pages, max_pages, fmt, tuple(notes))
+    if options.kv_tokens is not None:
+        pages = -(-options.kv_tokens // page)
+    else:
+        pages = planner.pages_that_fit(slots, max_pages, fmt)
+        if pages < slots * max_pages:
+            notes.append(f"pool of {pages * page} tokens: {slots} slots of {wanted} would be {slots * wanted}")
+    if pages < max_pages and options.max_context is None and pages > 0:
+        max_pages = pages
+        notes.append(f"max_context = {pages * page}: one slot can't hold more than the pool")
+    # A pool that can't hold one full slot, or one page a slot, is no plan: ask for what is needed, and let `fits` say no.
+    return planner.plan(slots, max(pages, max_pages, slots), max_pages, fmt, tuple(notes))
+
+
+def check_fits(
+    plan: MemoryPlan,
+    config: ModelConfig,
+    options: EngineOptions,
+    device_type: str = "cpu",
+    storage: Storage | None = None,
+) -> None:
+    """MemoryPlanError naming the nearest settings that fit, if the plan does not."""
+    if plan.fits:
+        return
+    assert plan.budget is not None
+    planner = _Planner(config, options, plan.budget, device_type, storage)
+    advice = list(_nearest(planner, plan, options))
+    raise MemoryPlanError(
+        f"{plan.kv.num_slots} slots of {plan.max_context} tokens as {plan.kv.kv_format.name} need {gib(plan.total)} "
+        f"({gib(plan.weights)} of it weights), {gib(plan.budget)} are available. "
+        + ("What fits: " + "; ".join(advice) if advice else "The weights alone do not fit: use a smaller model or GPU")
+    )
+
+
+def _nearest(planner: _Planner, plan: MemoryPlan, options: EngineOptions) -> Iterator[str]:
+    slots, fmt = plan.kv.num_slots, plan.kv.kv_format
+    context = planner.largest_context(slots, fmt)
+    if context:
+        yield f"max_context={context} with the same slots and KV type"
+    for fewer in range(slots - 1, 0, -1):
+        if planner.plan(fewer, fewer * plan.kv.max_pages, plan.kv.max_pages, fmt).fits:
+            yield f"max_batch_size={fewer} with the same context and KV type"
+            break
+    smaller = sorted(KV_FORMATS.values(), key=lambda f: -f.bytes_per_token(plan.kv.head_dim))
+    for other in smaller:
+        if other.bytes_per_token(plan.kv.head_dim) >= fmt.bytes_per_token(plan.kv.head_dim):
+            continue
+        if planner.plan(slots, slots * plan.kv.max_pages, plan.kv.max_pages, other).fits:
+            yield f"kv_cache_dtype={other.name} with the same slots and context"
+            break
+
+
+def context_table(
+    config: ModelConfig,
+    options: EngineOptions,
+    device_memory: int,
+    device_type: str = "cpu",
+    storage: Storage | None = None,
+) -> dict[str, dict[int, int]]:
+    """Largest context per slot for each KV format and number of slots in TABLE_SLOTS (0: does not fit)."""
+    open_context = dataclasses.replace(options, max_context=None)
+    planner = _Planner(config, open_context, device_memory, device_type, storage)
+    return {
+        name: {slots: planner.largest_context(slots, fmt) for slots in TABLE_SLOTS} for name, fmt in KV_FORMATS.items()
+    }
+
+
+def gib(nbytes: int) -> str:
+    """Bytes in words: GiB, or MiB below one GiB."""
+    return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -1,0 +1,80 @@
+"""`PassRunner`: runs one pass for several slots so that a failure hits only the slot that causes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pocketllm.cache.pages import PageEdits
+from pocketllm.engine.runner import ModelRunner, SlotTokens
+from pocketllm.engine.slots import SlotTable
+from pocketllm.errors import PocketLLMError, RequestError
+from pocketllm.layers.batch import Kind
+
+History = Callable[[], Sequence[int]]  # a slot's token ids, asked for only when a pass failed
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """logits: [V] (prefill, decode) or [Q, V] (verify), None for a chunk that asked for none; or the error."""
+
+    logits: Tensor | None = None
+    error: Exception | None = None
+
+
+class PassRunner:
+    def __init__(self, runner: ModelRunner, slots: SlotTable, chunk: int, has_state: bool) -> None:
+        self._runner, self._slots, self._chunk, self._has_state = runner, slots, chunk, has_state
+
+    def run(self, kind: Kind, items: Sequence[SlotTokens], histories: Sequence[History]) -> list[PassResult]:
+        """One result an item. If the joint pass raises, each item is tried alone, and only those that raise again fail.
+
+        histories give the tokens of each slot before its item's: a pass that broke off half-way may have moved recurrent
+        state on, so before its second try, and after its failure, a slot's state is computed anew from them.
+        """
+        edits, resets = self._slots.take_changes()
+        self._runner.apply(edits, resets)
+        try:
+            return self._split(kind, items, self._runner.forward(kind, items))
+        except Exception as error:
+            if len(items) == 1 and not self._has_state:
+                return [PassResult(error=_described(error, items[0]))]
+            return [self._alone(kind, item, history) for item, history in zip(items, histories, strict=True)]
+
+    def _alone(self, kind: Kind, item: SlotTokens, history: History) -> PassResult:
+        try:
+            self.undo(item, history)
+            return self._split(kind, [item], self._runner.forward(kind, [item]))[0]
+        except Exception as error:
+            self.undo(item, history)
+            return PassResult(error=_described(error, item))
+
+    def undo(self, item: SlotTokens, history: History) -> None:
+        """Put the slot's recurrent state back to before the item. (KV needs nothing: rows beyond kv_len don't count.)"""
+        if not self._has_state:
+            return
+        tokens = history()
+        self._runner.apply(PageEdits(), [item.slot])
+        for start in range(0, item.start, self._chunk):
+            end = min(start + self._chunk, item.start)
+            self._runner.forward("prefill", [SlotTokens(item.slot, start, tokens[start:end], wants_logits=False)])
+
+    @staticmethod
+    def _split(kind: Kind, items: Sequence[SlotTokens], logits: Tensor) -> list[PassResult]:
+        if kind == "verify":
+            return [PassResult(rows) for rows in torch.split(logits, [len(item.token_ids) for item in items])]
+        rows = iter(logits)
+        return [PassResult(next(rows) if item.wants_logits else None) for item in items]
+
+
+def _described(error: Exception, item: SlotTokens) -> Exception:
+    if isinstance(error, PocketLLMError):
+        return error
+    described = RequestError(
+        f"computing slot {item.slot} at token {item.start} failed: {type(error).__name__}: {error}"
+    )
+    described.__cause__ = error
+    return described

@@ -1,0 +1,249 @@
+"""The inner loops of a matrix product: how each weight format is multiplied, and how rows of x are laid out for it.
+
+Weights come packed (`linear_packing`) in blocks of `COLUMNS` = 32 outputs, so that a vector's lanes are outputs: a sum
+over K runs down its own lane from the first k to the last, needs no horizontal adds, and is the same whatever the number
+of rows. Each block is one contiguous stream of *steps* along K, read once for all rows of a tile:
+
+    format              K a step    a block's step in memory                        a prepared row's step: words of 4 bytes
+    fp32, fp16          16          16 x 32 float32 / float16                       16 float32
+    bf16                16          8 x 32 pairs of bfloat16                        8 pairs of bfloat16
+    fp8_block           128         32 x 32 x 4 codes, scale, 60 bytes unused       64 pairs of bfloat16
+    w8                  32          8 x 32 x 4 codes, 32 scales                     8 x 4 int8, their scale and sum
+    w4, w4_shifted      32          4 x 32 x 4 pairs of codes, 32 scales (, minima) 8 x 4 int8, their scale and sum
+
+x is rounded to bfloat16 for bf16 and fp8 weights (as every bf16 engine does), kept in float32 for fp32 and fp16, and
+quantised to int8 with a float32 scale per group of 32 for w8 and w4, as llama.cpp does with a float16 scale; products
+and sums inside a group are exact in int32, and sums over groups are in float32.
+
+w8 codes are stored plus 128, because the int8 dot product takes its first operand unsigned; w4_shifted is w4 whose
+minimum is everywhere -8 * scale (GGUF's Q4_0) and therefore not stored. Both take the shift times the sum of x off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numba.core import types
+from numba.core.imputils import lower_constant
+from numba.extending import models, overload, register_model, typeof_impl
+
+from pocketllm.kernels.numba.simd import (
+    Target,
+    e4m3_to_bf16,
+    load_f16x16,
+    load_f32,
+    load_f32x16,
+    load_f32x16_part,
+    load_i32x16,
+    nibbles,
+    splat,
+    scatter_bf16_pairs,
+    scatter_f32,
+    scatter_i8_quads,
+    store_f32,
+    store_i32,
+    tile_add_product,
+    tile_add_scaled,
+    tile_clear,
+    tile_dot_bf16,
+    tile_dot_u8s8,
+    tile_fma,
+    tile_splat_i32,
+    tile_zeros_i32,
+)
+
+COLUMNS = 32  # outputs in a block: two vectors
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A packed weight format on a target. A constant inside kernels: it picks the inner loops by its type."""
+
+    name: str
+    target: Target
+
+    @property
+    def step(self) -> int:
+        """Elements of K a step; K is padded to a multiple of it."""
+        return _STEPS[self.name][0]
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a block's step."""
+        return _STEPS[self.name][1]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a prepared row's step."""
+        return _STEPS[self.name][2]
+
+
+_STEPS = {
+    "fp32": (16, 2048, 64),
+    "fp16": (16, 1024, 64),
+    "bf16": (16, 1024, 32),
+    "fp8_block": (128, 4160, 256),
+    "w8": (32, 1088, 40),
+    "w4": (32, 640, 40),
+    "w4_shifted": (32, 576, 40),
+}
+
+
+class _SchemeType(types.Type):  # type: ignore[misc]
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+        super().__init__(name=f"Scheme({scheme.name},{','.join(scheme.target.features)})")
+
+
+@typeof_impl.register(Scheme)  # type: ignore[untyped-decorator]
+def _typeof_scheme(value: Scheme, context: object) -> _SchemeType:
+    return _SchemeType(value)
+
+
+register_model(_SchemeType)(models.OpaqueModel)
+
+
+@lower_constant(_SchemeType)  # type: ignore[untyped-decorator]
+def _constant_scheme(context: Any, builder: Any, ty: object, value: object) -> Any:
+    return context.get_dummy_value()
+
+
+# -- rows of x -------------------------------------------------------------------------------------------------------
+
+
+def prepare(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
+    """Writes one step of a row: the `count` float32 that are left of it at x, as words `stride` bytes apart from `out`."""
+    raise NotImplementedError("for use inside kernels")
+
+
+@overload(prepare)  # type: ignore[untyped-decorator]
+def _prepare(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
+    shift = 8 if scheme.scheme.name == "w4_shifted" else 128
+
+    def f32(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
+        scatter_f32(load_f32x16_part(x, count), out, stride)
+
+    def bf16(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
+        scatter_bf16_pairs(load_f32x16_part(x, count), out, stride)
+
+    def bf16_128(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
+        for i in range(8):
+            scatter_bf16_pairs(load_f32x16_part(x + i * 64, count - i * 16), out + i * 8 * stride, stride)
+
+    def int8_shifted(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
+        scale, total = scatter_i8_quads(x, out, stride)
+        store_f32(out + 8 * stride, scale)
+        store_i32(out + 9 * stride, -shift * total)
+
+    def int8_sum(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
+        scale, total = scatter_i8_quads(x, out, stride)
+        store_f32(out + 8 * stride, scale)
+        store_f32(out + 9 * stride, scale * total)
+
+    return {
+        "fp32": f32,
+        "fp16": f32,
+        "bf16": bf16,
+        "fp8_block": bf16_128,
+        "w8": int8_shifted,
+        "w4": int8_sum,
+        "w4_shifted": int8_shifted,
+    }[scheme.scheme.name]
+
+
+# -- products --------------------------------------------------------------------------------------------------------
+
+
+def multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+    """acc + the product of the block at address w with the tile of prepared rows at x, over `steps` steps along K.
+
+    `stride`: bytes between a row's words, 4 * rows of the tile.
+    """
+    raise NotImplementedError("for use inside kernels")
+
+
+@overload(multiply)  # type: ignore[untyped-decorator]
+def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+    target = scheme.scheme.target
+
+    def fp32(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+        for _ in range(steps):
+            for i in range(16):
+                acc = tile_fma(acc, (load_f32x16(w + i * 128), load_f32x16(w + i * 128 + 64)), x + i * stride)
+            w += 2048
+            x += 16 * stride
+        return acc
+
+    def fp16(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+        for _ in range(steps):
+            for i in range(16):
+                acc = tile_fma(acc, (load_f16x16(w + i * 64), load_f16x16(w + i * 64 + 32)), x + i * stride)
+            w += 1024
+            x += 16 * stride
+        return acc
+
+    def bf16(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+        for _ in range(steps):
+            for i in range(8):
+                pairs = load_i32x16(w + i * 128), load_i32x16(w + i * 128 + 64)
+                acc = tile_dot_bf16(target, acc, pairs, x + i * stride)
+            w += 1024
+            x += 8 * stride
+        return acc
+
+    def fp8_block(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+        for _ in range(steps):
+            part = tile_clear(acc)
+            for i in range(32):
+                a, b = e4m3_to_bf16(target, load_i32x16(w + i * 128))
+                c, d = e4m3_to_bf16(target, load_i32x16(w + i * 128 + 64))
+                part = tile_dot_bf16(target, part, (a, c), x + 2 * i * stride)
+                part = tile_dot_bf16(target, part, (b, d), x + (2 * i + 1) * stride)
+            acc = tile_add_product(acc, part, splat(load_f32(w + 4096)))
+            w += 4160
+            x += 64 * stride
+        return acc
+
+    def w8(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+        for _ in range(steps):
+            scales = load_f16x16(w + 1024), load_f16x16(w + 1056)
+            dots = tile_splat_i32(acc, scales, x + 9 * stride)
+            for i in range(8):
+                codes = load_i32x16(w + i * 128), load_i32x16(w + i * 128 + 64)
+                dots = tile_dot_u8s8(target, dots, codes, x + i * stride)
+            acc = tile_add_scaled(acc, dots, scales, x + 8 * stride)
+            w += 1088
+            x += 10 * stride
+        return acc
+
+    def w4(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+        for _ in range(steps):
+            dots = tile_zeros_i32(acc)
+            for i in range(4):
+                low0, high0 = nibbles(load_i32x16(w + i * 128))
+                low1, high1 = nibbles(load_i32x16(w + i * 128 + 64))
+                dots = tile_dot_u8s8(target, dots, (low0, low1), x + i * stride)
+                dots = tile_dot_u8s8(target, dots, (high0, high1), x + (i + 4) * stride)
+            acc = tile_add_scaled(acc, dots, (load_f16x16(w + 512), load_f16x16(w + 544)), x + 8 * stride)
+            acc = tile_fma(acc, (load_f16x16(w + 576), load_f16x16(w + 608)), x + 9 * stride)
+            w += 640
+            x += 10 * stride
+        return acc
+
+    def w4_shifted(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+        for _ in range(steps):
+            scales = load_f16x16(w + 512), load_f16x16(w + 544)
+            dots = tile_splat_i32(acc, scales, x + 9 * stride)
+            for i in range(4):
+                low0, high0 = nibbles(load_i32x16(w + i * 128))
+                low1, high1 = nibbles(load_i32x16(w + i * 128 + 64))
+                dots = tile_dot_u8s8(target, dots, (low0, low1), x + i * stride)
+                dots = tile_dot_u8s8(target, dots, (high0, high1), x + (i + 4) * stride)
+            acc = tile_add_scaled(acc, dots, scales, x + 8 * stride)
+            w += 576
+            x += 10 * stride
+        return acc
+
+    loops = {f.__name__: f for f in (fp32, fp16, bf16, fp8_block, w8, w4, w4_shifted)}
+    return loops[scheme.scheme.name]

@@ -1,0 +1,573 @@
+"""512-bit vector operations for Numba kernels, with the instructions that matrix products live on.
+
+Numba has no vector type, so this module adds two: `f32x16` and `i32x16` (a 64-byte load is an `i32x16`; what the bytes
+mean is up to the operation that takes it). Every operation is an `@intrinsic`, usable inside `@njit`; memory is named by
+integer addresses (`tensor.data_ptr()` plus bytes), so that bfloat16 and packed formats, which NumPy does not know, are
+read in place. Loads and stores need no alignment.
+
+Operations that some CPUs have an instruction for take a `Target` first: it says which features the kernel is compiled
+for. Without the feature they emit plain LLVM vector code of the same meaning, which LLVM cuts to the machine's width
+(AVX2, NEON). `Target.host()` reads the CPU once; tests compile the same kernels for a `Target()` without features.
+
+A *tile* is a tuple of accumulators, `rows * lanes` vectors, row by row: lanes hold the outputs (columns of y), rows the
+tokens. `tile_*` operations are unrolled over it, so one source line serves every tile size.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.imputils import lower_constant
+from numba.extending import intrinsic, models, overload, register_model, typeof_impl
+
+LANES = 16
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F32 = ir.FloatType()
+
+
+# -- what the kernels are compiled for -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """CPU features a kernel may use, by LLVM's names. A constant inside kernels: it has a type and no value."""
+
+    features: tuple[str, ...] = ()
+
+    USED = ("avx512bf16", "avx512vnni", "avx512vbmi")
+
+    @staticmethod
+    def host() -> Target:
+        """The features of this machine that any operation here has an instruction for."""
+        found = llvm.get_host_cpu_features()
+        return Target(tuple(name for name in Target.USED if found.get(name)))
+
+
+class _TargetType(types.Type):  # type: ignore[misc]
+    def __init__(self, features: tuple[str, ...]) -> None:
+        self.features = features
+        super().__init__(name=f"Target({','.join(features)})")
+
+
+@typeof_impl.register(Target)  # type: ignore[untyped-decorator]
+def _typeof_target(value: Target, context: object) -> _TargetType:
+    return _TargetType(value.features)
+
+
+register_model(_TargetType)(models.OpaqueModel)
+
+
+@lower_constant(_TargetType)  # type: ignore[untyped-decorator]
+def _constant_target(context: Any, builder: Any, ty: object, value: object) -> Any:
+    return context.get_dummy_value()
+
+
+# -- vector types ----------------------------------------------------------------------------------------------------
+
+
+class _Vector(types.Type):  # type: ignore[misc]
+    def __init__(self, name: str, element: ir.Type) -> None:
+        self.llvm = ir.VectorType(element, LANES)
+        super().__init__(name=name)
+
+
+class _F32x16(_Vector):
+    def __init__(self) -> None:
+        super().__init__("f32x16", _F32)
+
+
+class _I32x16(_Vector):
+    def __init__(self) -> None:
+        super().__init__("i32x16", _I32)
+
+
+f32x16 = _F32x16()
+i32x16 = _I32x16()
+
+
+@register_model(_F32x16)
+@register_model(_I32x16)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, dmm: Any, fe_type: _Vector) -> None:
+        super().__init__(dmm, fe_type, fe_type.llvm)
+
+
+_VF32, _VI32 = f32x16.llvm, i32x16.llvm
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not have."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BF16 = _BFloat()
+_F16 = ir.HalfType()
+
+
+def _vec(element: ir.Type, count: int = LANES) -> ir.VectorType:
+    return ir.VectorType(element, count)
+
+
+def _at(builder: ir.IRBuilder, address: ir.Value, offset: int, pointee: ir.Type) -> ir.Value:
+    """A pointer to address + offset bytes."""
+    base = builder.inttoptr(address, ir.PointerType(_I8))
+    moved = builder.gep(base, [ir.Constant(_I64, offset)]) if offset else base
+    return builder.bitcast(moved, ir.PointerType(pointee))
+
+
+def _load(builder: ir.IRBuilder, address: ir.Value, pointee: ir.Type, offset: int = 0) -> ir.Value:
+    return builder.load(_at(builder, address, offset, pointee), align=1)
+
+
+def _splat(builder: ir.IRBuilder, scalar: ir.Value, count: int = LANES) -> ir.Value:
+    undefined = ir.Constant(_vec(scalar.type, count), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_vec(_I32, count), [0] * count))
+
+
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value]) -> ir.Value:
+    fnty = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, fnty, name), args)
+
+
+def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    return _call(builder, "llvm.fma.v16f32", _VF32, [a, b, c])
+
+
+def _unpack(builder: ir.IRBuilder, value: ir.Value, ty: Any) -> list[ir.Value]:
+    return [builder.extract_value(value, i) for i in range(ty.count)]
+
+
+def _pack(builder: ir.IRBuilder, values: Sequence[ir.Value]) -> ir.Value:
+    result = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
+    for i, v in enumerate(values):
+        result = builder.insert_value(result, v, i)
+    return result
+
+
+# -- loads, stores, conversions --------------------------------------------------------------------------------------
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_f32(typingctx: Any, address: Any) -> Any:
+    """One float32 at `address`."""
+    return types.float32(types.int64), lambda ctx, b, sig, a: _load(b, a[0], _F32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_f32(typingctx: Any, address: Any, value: Any) -> Any:
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        b.store(a[1], _at(b, a[0], 0, _F32), align=1)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.float32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_f32x16(typingctx: Any, address: Any) -> Any:
+    return f32x16(types.int64), lambda ctx, b, sig, a: _load(b, a[0], _VF32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_i32x16(typingctx: Any, address: Any) -> Any:
+    """64 bytes, whatever they hold."""
+    return i32x16(types.int64), lambda ctx, b, sig, a: _load(b, a[0], _VI32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_f16x16(typingctx: Any, address: Any) -> Any:
+    """16 float16 as float32."""
+    return f32x16(types.int64), lambda ctx, b, sig, a: b.fpext(_load(b, a[0], _vec(_F16)), _VF32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_bf16x16(typingctx: Any, address: Any) -> Any:
+    """16 bfloat16 as float32."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        wide = b.zext(_load(b, a[0], _vec(_I16)), _VI32)
+        return b.bitcast(b.shl(wide, ir.Constant(_VI32, [16] * LANES)), _VF32)
+
+    return f32x16(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_f32x16(typingctx: Any, address: Any, value: Any) -> Any:
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        b.store(a[1], _at(b, a[0], 0, _VF32), align=1)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def splat(typingctx: Any, value: Any) -> Any:
+    """A float32 in all 16 lanes."""
+    return f32x16(types.float32), lambda ctx, b, sig, a: _splat(b, a[0])
+
+
+def _binary(emit: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def op(typingctx: Any, x: Any, y: Any) -> Any:
+        return f32x16(f32x16, f32x16), lambda ctx, b, sig, a: emit(b, a[0], a[1])
+
+    def overloaded(x, y):  # type: ignore[no-untyped-def]  # Numba compares this signature with the lambda's
+        return (lambda x, y: op(x, y)) if x is f32x16 and y is f32x16 else None
+
+    return overloaded
+
+
+overload(operator.add)(_binary(lambda b, x, y: b.fadd(x, y)))
+overload(operator.sub)(_binary(lambda b, x, y: b.fsub(x, y)))
+overload(operator.mul)(_binary(lambda b, x, y: b.fmul(x, y)))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z, rounded once."""
+    return f32x16(f32x16, f32x16, f32x16), lambda ctx, b, sig, a: _fma(b, *a)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_f32x16_part(typingctx: Any, address: Any, count: Any) -> Any:
+    """The first `count` of 16 float32 (none if negative), zeros after them; reads nothing beyond."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        return _masked_load(b, a[0], 0, _lanes_below(b, a[1], 0))
+
+    return f32x16(types.int64, types.int64), codegen
+
+
+def _lanes_below(b: ir.IRBuilder, count: ir.Value, start: int) -> ir.Value:
+    lanes = ir.Constant(_VI32, list(range(start, start + LANES)))
+    return b.icmp_signed("<", lanes, _splat(b, b.trunc(count, _I32)))
+
+
+def _masked_load(b: ir.IRBuilder, address: ir.Value, offset: int, mask: ir.Value) -> ir.Value:
+    args = [_at(b, address, offset, _VF32), ir.Constant(_I32, 1), mask, ir.Constant(_VF32, None)]
+    return _call(b, "llvm.masked.load.v16f32.p0", _VF32, args)
+
+
+def _scatter(b: ir.IRBuilder, words: ir.Value, out: ir.Value, stride: ir.Value) -> None:
+    """Writes a vector's elements `stride` bytes apart."""
+    for i in range(words.type.count):
+        b.store(b.extract_element(words, ir.Constant(_I32, i)), _at(b, out, 0, words.type.element), align=1)
+        out = b.add(out, stride)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scatter_f32(typingctx: Any, x: Any, out: Any, stride: Any) -> Any:
+    """Writes the 16 float32 of x `stride` bytes apart."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        _scatter(b, *a)
+        return ctx.get_dummy_value()
+
+    return types.void(f32x16, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scatter_bf16_pairs(typingctx: Any, x: Any, out: Any, stride: Any) -> Any:
+    """Rounds x to bfloat16 and writes its 8 pairs (4 bytes each) `stride` bytes apart."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        _scatter(b, b.bitcast(b.fptrunc(a[0], _vec(_BF16)), _vec(_I32, 8)), a[1], a[2])
+        return ctx.get_dummy_value()
+
+    return types.void(f32x16, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scatter_i8_quads(typingctx: Any, x: Any, out: Any, stride: Any) -> Any:
+    """Quantises the 32 float32 at x to int8 and writes them as 8 words of 4, `stride` bytes apart.
+
+    Returns (scale, sum of the int8): x ~ scale * int8, scale = max |x| / 127. A NaN among x makes scale NaN.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        x = _load(b, a[0], _vec(_F32, 32))
+        size = _call(b, "llvm.fabs.v32f32", x.type, [x])
+        amax = _call(b, "llvm.vector.reduce.fmaximum.v32f32", _F32, [size])
+        scale = b.fdiv(amax, ir.Constant(_F32, 127.0))
+        nonzero = b.fcmp_unordered("une", amax, ir.Constant(_F32, 0.0))
+        inverse = b.select(nonzero, b.fdiv(ir.Constant(_F32, 127.0), amax), ir.Constant(_F32, 0.0))
+        scaled = b.fmul(x, _splat(b, inverse, 32))
+        rounded = _call(b, "llvm.rint.v32f32", x.type, [scaled])
+        ints = _call(b, "llvm.fptosi.sat.v32i32.v32f32", _vec(_I32, 32), [rounded])
+        total = _call(b, "llvm.vector.reduce.add.v32i32", _I32, [ints])
+        _scatter(b, b.bitcast(b.trunc(ints, _vec(_I8, 32)), _vec(_I32, 8)), a[1], a[2])
+        return ctx.make_tuple(b, sig.return_type, [scale, total])
+
+    return types.Tuple((types.float32, types.int32))(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_i32(typingctx: Any, address: Any, value: Any) -> Any:
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        b.store(a[1], _at(b, a[0], 0, _I32), align=1)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def nibbles(typingctx: Any, w: Any) -> Any:
+    """(low, high) 4 bits of each of 64 bytes, as unsigned bytes."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        mask = ir.Constant(_VI32, [0x0F0F0F0F] * LANES)
+        high = b.lshr(a[0], ir.Constant(_VI32, [4] * LANES))
+        return _pack(b, [b.and_(a[0], mask), b.and_(high, mask)])
+
+    return types.UniTuple(i32x16, 2)(i32x16), codegen
+
+
+def _e4m3_as_bf16(code: int) -> int:
+    """The bfloat16 bits of a float8 e4m3fn code without its sign, 0 .. 127 (every one is a normal bfloat16 or 0)."""
+    exponent, fraction = code >> 3, code & 7
+    if code == 127:
+        return 0x7FC0  # NaN
+    value = (8 + fraction) * 2.0 ** (exponent - 10) if exponent else fraction * 2.0**-9
+    return int.from_bytes(struct.pack(">f", value)[:2], "big")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def e4m3_to_bf16(typingctx: Any, target: Any, w: Any) -> Any:
+    """64 float8 e4m3fn -> two vectors of bfloat16 pairs. In each 16 bytes, the first 8 go to the first vector."""
+    native = "avx512vbmi" in target.features
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        codes = b.bitcast(a[1], _vec(_I8, 64))
+        order = [16 * q + i for q in range(4) for i in range(8)]
+        if native:  # two look-ups in tables of 128 bytes; the instruction ignores the sign bit
+            table = [_e4m3_as_bf16(code) for code in range(128)]
+
+            def look_up(part: list[int]) -> Any:
+                tables = [ir.Constant(_vec(_I8, 64), part[i : i + 64]) for i in (0, 64)]
+                args = [tables[0], codes, tables[1]]
+                return _call(b, "llvm.x86.avx512.vpermi2var.qi.512", _vec(_I8, 64), args)
+
+            low = look_up([t & 255 for t in table])
+            sign = b.and_(codes, ir.Constant(_vec(_I8, 64), [128] * 64))
+            high = b.or_(look_up([t >> 8 for t in table]), sign)
+            both = [[j for i in order for j in (i + 8 * half, i + 8 * half + 64)] for half in (0, 1)]
+            parts = [b.shuffle_vector(low, high, ir.Constant(_vec(_I32, 64), index)) for index in both]
+        else:  # the code's exponent and fraction, moved to float32's place, are the value times 2**-120
+            wide = b.zext(codes, _vec(_I32, 64))
+            sign = b.shl(b.lshr(wide, ir.Constant(wide.type, [7] * 64)), ir.Constant(wide.type, [31] * 64))
+            rest = b.and_(wide, ir.Constant(wide.type, [127] * 64))
+            bits = b.or_(sign, b.shl(rest, ir.Constant(wide.type, [20] * 64)))
+            value = b.fmul(b.bitcast(bits, _vec(_F32, 64)), ir.Constant(_vec(_F32, 64), [2.0**120] * 64))
+            nan = b.icmp_unsigned("==", rest, ir.Constant(wide.type, [127] * 64))
+            value = b.select(nan, ir.Constant(_vec(_F32, 64), [float("nan")] * 64), value)
+            bf16 = b.trunc(b.lshr(b.bitcast(value, wide.type), ir.Constant(wide.type, [16] * 64)), _vec(_I16, 64))
+            parts = [
+                b.shuffle_vector(bf16, bf16, ir.Constant(_vec(_I32, 32), [i + 8 * half for i in order]))
+                for half in (0, 1)
+            ]
+        return _pack(b, [b.bitcast(p, _VI32) for p in parts])
+
+    return types.UniTuple(i32x16, 2)(target, i32x16), codegen
+
+
+# -- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def tile_zeros(typingctx: Any, count: Any) -> Any:
+    """A float32 tile of `count` (a literal) vectors of zeros."""
+    ty = types.UniTuple(f32x16, count.literal_value)
+    return ty(count), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_dot_bf16(typingctx: Any, target: Any, acc: Any, w: Any, x: Any) -> Any:
+    """acc[r, l] += w[l][lane, 0] * x[r][0] + w[l][lane, 1] * x[r][1]: pairs of bfloat16; x the address of one pair a row."""
+    rows, native = acc.count // w.count, "avx512bf16" in target.features
+
+    def halves(b: Any, v: Any) -> tuple[Any, Any]:
+        low = b.shl(v, ir.Constant(_VI32, [16] * LANES))
+        high = b.and_(v, ir.Constant(_VI32, [-65536] * LANES))
+        return b.bitcast(low, _VF32), b.bitcast(high, _VF32)
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        _, accs, ws, address = a
+        out, weights = _unpack(b, accs, acc), _unpack(b, ws, w)
+        pairs = _vec(_BF16, 2 * LANES)
+        for r in range(rows):
+            xr = _splat(b, _load(b, address, _I32, 4 * r))
+            for l, wl in enumerate(weights):
+                i = r * w.count + l
+                if native:
+                    args = [out[i], b.bitcast(wl, pairs), b.bitcast(xr, pairs)]
+                    out[i] = _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", _VF32, args)
+                else:
+                    (w0, w1), (x0, x1) = halves(b, wl), halves(b, xr)
+                    out[i] = _fma(b, w1, x1, _fma(b, w0, x0, out[i]))
+        return _pack(b, out)
+
+    return acc(target, acc, w, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_dot_u8s8(typingctx: Any, target: Any, acc: Any, w: Any, x: Any) -> Any:
+    """acc[r, l] += sum over 4 of w[l][lane, i] * x[r][i], exact in int32: w unsigned, x signed bytes."""
+    rows, native = acc.count // w.count, "avx512vnni" in target.features
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        _, accs, ws, address = a
+        out, weights = _unpack(b, accs, acc), _unpack(b, ws, w)
+        quads = _vec(_I8, 4 * LANES) if llvm.llvm_version_info[0] >= 21 else _VI32
+
+        def byte(v: Any, i: int, signed: bool) -> Any:
+            moved = b.shl(v, ir.Constant(_VI32, [24 - 8 * i] * LANES))
+            return (b.ashr if signed else b.lshr)(moved, ir.Constant(_VI32, [24] * LANES))
+
+        for r in range(rows):
+            xr = _splat(b, _load(b, address, _I32, 4 * r))
+            for l, wl in enumerate(weights):
+                i = r * w.count + l
+                if native:
+                    args = [out[i], b.bitcast(wl, quads), b.bitcast(xr, quads)]
+                    out[i] = _call(b, "llvm.x86.avx512.vpdpbusd.512", _VI32, args)
+                else:
+                    for j in range(4):
+                        out[i] = b.add(out[i], b.mul(byte(wl, j, False), byte(xr, j, True)))
+        return _pack(b, out)
+
+    return acc(target, acc, w, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_splat_i32(typingctx: Any, like: Any, w: Any, x: Any) -> Any:
+    """An int32 tile of the size of `like` (lanes as in w), whose row r holds the int32 at x + 4 r."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        values = [_splat(b, _load(b, a[2], _I32, 4 * r)) for r in range(like.count // w.count)]
+        return _pack(b, [v for v in values for _ in range(w.count)])
+
+    return types.UniTuple(i32x16, like.count)(like, w, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_zeros_i32(typingctx: Any, like: Any) -> Any:
+    """An int32 tile of zeros of the size of `like`."""
+    ty = types.UniTuple(i32x16, like.count)
+    return ty(like), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_clear(typingctx: Any, like: Any) -> Any:
+    """A float32 tile of zeros of the size of `like`."""
+    ty = types.UniTuple(f32x16, like.count)
+    return ty(like), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_add_product(typingctx: Any, acc: Any, part: Any, factor: Any) -> Any:
+    """acc + part * factor, tile by tile; factor is one vector."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        pairs = zip(_unpack(b, a[0], acc), _unpack(b, a[1], part), strict=True)
+        return _pack(b, [_fma(b, p, a[2], s) for s, p in pairs])
+
+    return acc(acc, part, f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_add_scaled(typingctx: Any, acc: Any, product: Any, scale: Any, x: Any) -> Any:
+    """acc[r, l] += (float32(product[r, l]) * scale[l]) * x[r]; x the address of one float32 a row."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        accs, products, scales, address = a
+        out, ints, s = _unpack(b, accs, acc), _unpack(b, products, product), _unpack(b, scales, scale)
+        for r in range(acc.count // scale.count):
+            xr = _splat(b, _load(b, address, _F32, 4 * r))
+            for l in range(scale.count):
+                i = r * scale.count + l
+                out[i] = _fma(b, b.fmul(b.sitofp(ints[i], _VF32), s[l]), xr, out[i])
+        return _pack(b, out)
+
+    return acc(acc, product, scale, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_fma(typingctx: Any, acc: Any, w: Any, x: Any) -> Any:
+    """acc[r, l] += w[l] * x[r]; x the address of one float32 a row."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        out, weights = _unpack(b, a[0], acc), _unpack(b, a[1], w)
+        for r in range(acc.count // w.count):
+            xr = _splat(b, _load(b, a[2], _F32, 4 * r))
+            for l, wl in enumerate(weights):
+                out[r * w.count + l] = _fma(b, wl, xr, out[r * w.count + l])
+        return _pack(b, out)
+
+    return acc(acc, w, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def tile_load(typingctx: Any, count: Any, lanes: Any, y: Any, stride: Any, rows: Any, columns: Any) -> Any:
+    """The tile of `count` vectors (a literal), `lanes` (a literal) a row, that tile_store wrote; zeros beyond its edges."""
+    ty, num_lanes = types.UniTuple(f32x16, count.literal_value), lanes.literal_value
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        _, _, address, stride, rows, columns = a
+        values = []
+        for r in range(ty.count // num_lanes):
+            inside = _splat(b, b.icmp_signed("<", ir.Constant(_I64, r), rows))
+            for l in range(num_lanes):
+                mask = b.and_(_lanes_below(b, columns, l * LANES), inside)
+                values.append(_masked_load(b, address, 64 * l, mask))
+            address = b.add(address, stride)
+        return _pack(b, values)
+
+    i64 = types.int64
+    return ty(count, lanes, i64, i64, i64, i64), codegen
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def tile_store(typingctx: Any, acc: Any, lanes: Any, y: Any, stride: Any, rows: Any, columns: Any, bias: Any) -> Any:
+    """Writes rows x columns of the tile (`lanes`, a literal, vectors a row) to y, rows `stride` bytes apart.
+
+    `bias` is the address of `columns` float32 to add, or 0.
+    """
+    num_lanes = lanes.literal_value
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        accs, _, y, stride, rows, columns, bias = a
+        values = _unpack(b, accs, acc)
+        for l in range(num_lanes):
+            mask = _lanes_below(b, columns, l * LANES)
+            has_bias = _splat(b, b.icmp_signed("!=", bias, ir.Constant(_I64, 0)))
+            added = _masked_load(b, bias, 64 * l, b.and_(mask, has_bias))
+            out = y
+            for r in range(acc.count // num_lanes):
+                with b.if_then(b.icmp_signed("<", ir.Constant(_I64, r), rows)):
+                    args = [
+                        b.fadd(values[r * num_lanes + l], added),
+                        _at(b, out, 64 * l, _VF32),
+                        ir.Constant(_I32, 1),
+                        mask,
+                    ]
+                    _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), args)
+                out = b.add(out, stride)
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(acc, lanes, i64, i64, i64, i64, i64), codegen

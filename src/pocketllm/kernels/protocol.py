@@ -1,0 +1,146 @@
+"""The operations every backend offers, with the contract each must keep. A backend is a module of these functions.
+
+Contract of all of them: a row's result depends on that row's inputs and on the storage of its own slot alone. Optimised
+backends keep it bit for bit; the reference to within float32 rounding of torch's own matrix products.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from pocketllm.kernels.types import (
+    AttentionMask,
+    GatedDeltaWeights,
+    LayerKV,
+    LayerState,
+    LinearWeight,
+)
+
+
+class Kernels(Protocol):
+    name: str
+
+    def pack_weight(self, weight: LinearWeight) -> LinearWeight:
+        """The same weight in the order this backend reads fastest, in the same number of bytes; called once, at load."""
+
+    def attention_workspace(self, num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
+        """Most bytes of intermediate tensors that attention of q_len queries over kv_len tokens takes at a time."""
+
+    # -- rows in, rows out -------------------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """x [M, K] -> x W^T + bias, [M, N], in x's dtype; the sum over K is in float32."""
+
+    def embedding(self, token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
+        """token_ids [T] int64 -> rows of the table, [T, K] in `dtype` (a torch.dtype)."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [M, K] * rsqrt(mean(x^2) + eps) * weight, computed in float32, returned in x's dtype. weight [K] float32."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds x to `residual` [M, K] *in place*, and returns rms_norm of the sum."""
+
+    def norm_rope(
+        self, x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, positions: Tensor
+    ) -> Tensor:
+        """x [T, H, D]: RMS norm of each head by `norm` [D] (if given), then rotate-half RoPE on the first R dims.
+
+        cos, sin [max_context, R/2] float32 are indexed by positions [T]; pair i is (x[i], x[i + R/2]).
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[M, 2I] -> silu(first half) * second half, [M, I]."""
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [M, K] * sigmoid(gate [M, K])."""
+
+    def moe(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        gate_up: list[LinearWeight],
+        down: list[LinearWeight],
+    ) -> Tensor:
+        """Sum over the chosen experts of weight * down(silu(gate) * up). x [M, K], expert_ids/weights [M, top_k]."""
+
+    # -- attention over slots ----------------------------------------------------------------------------------------
+
+    def append(self, kv: LayerKV, k: Tensor, v: Tensor, token_slots: Tensor, positions: Tensor) -> None:
+        """Encodes k, v [T, Hk, D] and writes each token to the row of (token_slots[t], positions[t])."""
+
+    def attend(
+        self, kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor, scale: float, mask: AttentionMask
+    ) -> Tensor:
+        """Decode and verify. q [n, Q, Hq, D] -> [n, Q, Hq, D].
+
+        kv_lens [n] counts the tokens in cache including this pass's; query j of slot i stands at position
+        kv_lens[i] - Q + j and sees positions up to its own.
+        """
+
+    def prefill(
+        self,
+        kv: LayerKV,
+        q: Tensor,
+        slot_ids: Tensor,
+        cu_seqlens_q: Tensor,
+        kv_lens: Tensor,
+        scale: float,
+        mask: AttentionMask,
+    ) -> Tensor:
+        """Packed queries q [T, Hq, D] -> [T, Hq, D]; those of slot i are cu_seqlens_q[i]:cu_seqlens_q[i+1]
+        and stand at the end of its kv_lens[i] tokens. Attends to what `append` stored, for the chunk itself too."""
+
+    def dequantize(self, kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
+        """The first kv_len tokens of a slot as K, V [kv_len, Hk, D] float32, K with its bias."""
+
+    # -- Gated DeltaNet over slots -----------------------------------------------------------------------------------
+
+    def gated_delta_prefill(
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weights: GatedDeltaWeights,
+        state: LayerState,
+        slot_ids: Tensor,
+        cu_seqlens_q: Tensor,
+        kv_lens: Tensor,
+    ) -> Tensor:
+        """Everything between in_proj and out_proj for packed sequences; updates the slots' state in place.
+
+        qkv [T, C], z [T, Hv * dv], b, a [T, Hv] -> [T, Hv * dv]. Sums run in chunks that end on multiples of 64
+        from the start of the *sequence* (kv_lens gives its length after this pass), whatever the pass contains.
+        """
+
+    def gated_delta_decode(
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weights: GatedDeltaWeights,
+        state: LayerState,
+        slot_ids: Tensor,
+    ) -> Tensor:
+        """One token a slot: shapes as in prefill with T = n; updates the state in place."""
+
+    def gated_delta_verify(
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weights: GatedDeltaWeights,
+        state: LayerState,
+        slot_ids: Tensor,
+        q_len: int,
+    ) -> Tensor:
+        """q_len tokens a slot (T = n * q_len), the same arithmetic as q_len decodes; the state stays, the journal is
+        written at the slot's row."""
+
+    def gated_delta_commit(self, state: LayerState, slot_ids: Tensor, num_tokens: Tensor) -> None:
+        """Replays the first num_tokens[i] journal entries of slot i into its state (0: leave it as it was)."""

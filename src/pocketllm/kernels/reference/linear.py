@@ -1,0 +1,37 @@
+"""Matrix products over stored weights: decode the weight, multiply."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pocketllm.kernels.reference.rowwise import silu_mul
+from pocketllm.kernels.types import LinearWeight
+
+
+def pack_weight(weight: LinearWeight) -> LinearWeight:
+    return weight
+
+
+def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    matrix = weight.format.decode(weight.tensors).to(x.dtype)  # no copy if stored in the compute type
+    bias = weight.bias.to(x.dtype) if weight.bias is not None else None
+    return F.linear(x, matrix, bias)
+
+
+def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
+    return weight.format.decode_rows(weight.tensors, token_ids).to(cast(torch.dtype, dtype))
+
+
+def moe(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: list[LinearWeight], down: list[LinearWeight]
+) -> Tensor:
+    out = torch.zeros_like(x)
+    for expert in torch.unique(expert_ids).tolist():
+        rows, choice = (expert_ids == expert).nonzero(as_tuple=True)
+        y = linear(silu_mul(linear(x[rows], gate_up[expert])), down[expert])
+        out.index_add_(0, rows, y * expert_weights[rows, choice].unsqueeze(1).to(y.dtype))
+    return out

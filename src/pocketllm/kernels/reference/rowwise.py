@@ -1,0 +1,40 @@
+"""Operations on single rows: norms, rotary embedding, gates."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def norm_rope(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    y = x.float()  # [T, H, D]
+    if norm is not None:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * norm
+    return rotate_half(y, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)).to(x.dtype)
+
+
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., D] with cos, sin [..., R/2] broadcast over it: rotates pairs (i, i + R/2), leaves dims R.. as they are."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate)

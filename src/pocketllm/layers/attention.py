@@ -1,0 +1,95 @@
+"""Grouped-query attention over slots, with the variants of the Qwen family chosen by config.
+
+Variants: biases on q, k, v (Qwen2, 2.5), per-head RMS norm of q and k (Qwen3 on), an output gate and RoPE on part of the
+head (Qwen3-Next, 3.5 on).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pocketllm.kernels.protocol import Kernels
+from pocketllm.kernels.types import AttentionMask, KeyBias, LayerKV
+from pocketllm.layers.batch import ForwardBatch
+from pocketllm.layers.linear import Linear
+from pocketllm.layers.norm import RMSNorm
+from pocketllm.layers.rope import RotaryEmbedding
+from pocketllm.models.config import ModelConfig
+from pocketllm.parallel import TensorParallel
+from pocketllm.weights.source import WeightSource
+
+
+class Attention:
+    """One attention layer. `key_bias` is what the cache must know when it stores K without the bias."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        kernels: Kernels,
+        source: WeightSource,
+        rope: RotaryEmbedding,
+        *,
+        drop_key_bias: bool,
+    ) -> None:
+        self.num_heads = tp.shard(config.num_heads, "num_attention_heads")
+        self.num_kv_heads = tp.replicate_or_shard(config.num_kv_heads, "num_key_value_heads")
+        self.head_dim = head_dim = config.head_dim
+        self.scale = head_dim**-0.5
+        self.gated = config.attn_output_gate
+        self._tp, self._kernels, self._rope, self._eps = tp, kernels, rope, config.rms_norm_eps
+        self._q_rows = self.num_heads * head_dim * (2 if self.gated else 1)
+        self._kv_rows = self.num_kv_heads * head_dim
+        sizes = [self._q_rows, self._kv_rows, self._kv_rows]
+        parts = source.linear(["q_proj", "k_proj", "v_proj"], sizes, config.hidden_size, bias=config.qkv_bias)
+        self.key_bias: KeyBias | None = None
+        if config.qkv_bias and drop_key_bias and not config.qk_norm:  # a norm after the bias would not let it go
+            bias = self._take_key_bias([p.bias for p in parts if p.bias is not None])
+            self.key_bias = KeyBias(bias.view(self.num_kv_heads, head_dim), rope.cos, rope.sin)
+        self.qkv_proj = Linear(kernels, parts)
+        self.o_proj = Linear(
+            kernels,
+            source.linear(["o_proj"], [config.hidden_size], self.num_heads * head_dim, bias=config.o_bias),
+        )
+        self.q_norm = RMSNorm(config, kernels, source, "q_norm", head_dim).weight if config.qk_norm else None
+        self.k_norm = RMSNorm(config, kernels, source, "k_norm", head_dim).weight if config.qk_norm else None
+
+    def _take_key_bias(self, biases: list[Tensor]) -> Tensor:
+        """Cuts the k rows out of the stacked q|k|v bias (zeros stay) and returns them, [Hk * D] float32."""
+        kept = biases[0].new_zeros(self._kv_rows)
+        start = 0
+        for bias in biases:  # one per part of the stack
+            first = max(self._q_rows - start, 0)
+            last = min(self._q_rows + self._kv_rows - start, len(bias))
+            if first < last:
+                offset = start + first - self._q_rows
+                kept[offset : offset + last - first] = bias[first:last]
+                bias[first:last] = 0
+            start += len(bias)
+        return kept
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: LayerKV, mask: AttentionMask) -> Tensor:
+        """x [T, H] -> [T, H]; appends the tokens' K and V to the cache first, then attends to what is stored."""
+        num_tokens = len(x)
+        qkv = self.qkv_proj(x)
+        q, k, v = torch.split(qkv, [self._q_rows, self._kv_rows, self._kv_rows], dim=-1)
+        gate: Tensor | None = None
+        if self.gated:
+            q, gate = q.view(num_tokens, self.num_heads, 2 * self.head_dim).chunk(2, dim=-1)
+        q = q.reshape(num_tokens, self.num_heads, self.head_dim)
+        k = k.reshape(num_tokens, self.num_kv_heads, self.head_dim)
+        v = v.reshape(num_tokens, self.num_kv_heads, self.head_dim)
+        ops, cos, sin, positions = self._kernels, self._rope.cos, self._rope.sin, batch.positions
+        q = ops.norm_rope(q, self.q_norm, self._eps, cos, sin, positions)
+        k = ops.norm_rope(k, self.k_norm, self._eps, cos, sin, positions)
+        ops.append(kv, k, v, batch.token_slots, positions)
+        if batch.kind == "prefill":
+            out = ops.prefill(kv, q, batch.slot_ids, batch.cu_seqlens_q, batch.kv_lens, self.scale, mask)
+        else:
+            packed = q.view(len(batch.slot_ids), batch.q_len, self.num_heads, self.head_dim)
+            out = ops.attend(kv, packed, batch.slot_ids, batch.kv_lens, self.scale, mask)
+        out = out.reshape(num_tokens, self.num_heads * self.head_dim)
+        if gate is not None:
+            out = ops.sigmoid_mul(out, gate.reshape(num_tokens, -1))
+        return self._tp.all_reduce(self.o_proj(out))

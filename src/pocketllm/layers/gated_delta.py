@@ -1,0 +1,80 @@
+"""Gated DeltaNet, the linear-attention layer of Qwen3-Next, 3.5 and later: its memory is one state per slot, of fixed size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pocketllm.kernels.protocol import Kernels
+from pocketllm.kernels.types import GatedDeltaWeights, LayerState
+from pocketllm.layers.batch import ForwardBatch
+from pocketllm.layers.linear import Linear
+from pocketllm.models.config import GatedDeltaConfig, ModelConfig
+from pocketllm.parallel import TensorParallel
+from pocketllm.weights.source import WeightSource
+
+
+class GatedDeltaNet:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, kernels: Kernels, source: WeightSource) -> None:
+        gdn = config.gated_delta
+        if gdn is None:
+            raise ValueError("a linear_attention layer needs config.gated_delta")
+        self._tp, self._kernels = tp, kernels
+        key_heads = tp.shard(gdn.num_key_heads, "linear_num_key_heads")
+        value_heads = tp.shard(gdn.num_value_heads, "linear_num_value_heads")
+        self._value_dim = value_heads * gdn.value_head_dim
+        self._conv_dim = 2 * key_heads * gdn.key_head_dim + self._value_dim
+        self._value_heads = value_heads
+        hidden = config.hidden_size
+        qkvz = [self._conv_dim, self._value_dim]
+        if gdn.fused_projections:
+            big = source.linear(["in_proj_qkvz"], [sum(qkvz)], hidden, rows=_split_qkvz(gdn, key_heads))
+            small = source.linear(
+                ["in_proj_ba"], [2 * value_heads], hidden, rows=_split_ba(gdn, key_heads), role="small"
+            )
+        else:
+            big = source.linear(["in_proj_qkv", "in_proj_z"], qkvz, hidden)
+            small = source.linear(["in_proj_b", "in_proj_a"], [value_heads] * 2, hidden, role="small")
+        self.in_proj = Linear(kernels, [*big, *small])
+        self.out_proj = Linear(kernels, source.linear(["out_proj"], [hidden], self._value_dim))
+        self.weights = GatedDeltaWeights(
+            conv=source.tensor("conv1d.weight", (self._conv_dim, 1, gdn.conv_kernel)).squeeze(1),
+            a_log=source.tensor("A_log", (value_heads,)),
+            dt_bias=source.tensor("dt_bias", (value_heads,)),
+            norm=source.tensor("norm.weight", (gdn.value_head_dim,)),  # plain w, also where other norms use 1 + w
+            eps=config.rms_norm_eps,
+            num_key_heads=key_heads,
+            num_value_heads=value_heads,
+            key_head_dim=gdn.key_head_dim,
+            value_head_dim=gdn.value_head_dim,
+        )
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, state: LayerState) -> Tensor:
+        """x [T, H] -> [T, H]; moves the slots' state forward (verify: writes the journal instead)."""
+        sizes = [self._conv_dim, self._value_dim, self._value_heads, self._value_heads]
+        qkv, z, b, a = torch.split(self.in_proj(x), sizes, dim=-1)
+        ops, weights = self._kernels, self.weights
+        if batch.kind == "prefill":
+            out = ops.gated_delta_prefill(
+                qkv, z, b, a, weights, state, batch.slot_ids, batch.cu_seqlens_q, batch.kv_lens
+            )
+        elif batch.kind == "decode":
+            out = ops.gated_delta_decode(qkv, z, b, a, weights, state, batch.slot_ids)
+        else:
+            out = ops.gated_delta_verify(qkv, z, b, a, weights, state, batch.slot_ids, batch.q_len)
+        return self._tp.all_reduce(self.out_proj(out))
+
+
+def _split_qkvz(gdn: GatedDeltaConfig, key_heads: int) -> Tensor:
+    """Row order that turns Qwen3-Next's per-key-head groups [q | k | v.. | z..] into q | k | v | z."""
+    values = gdn.num_value_heads // gdn.num_key_heads * gdn.value_head_dim
+    sizes = [gdn.key_head_dim, gdn.key_head_dim, values, values]
+    groups = torch.arange(key_heads * sum(sizes)).view(key_heads, sum(sizes))
+    return torch.cat([part.flatten() for part in torch.split(groups, sizes, dim=1)])
+
+
+def _split_ba(gdn: GatedDeltaConfig, key_heads: int) -> Tensor:
+    """Row order that turns per-key-head groups [b.. | a..] into b | a."""
+    per_head = gdn.num_value_heads // gdn.num_key_heads
+    groups = torch.arange(key_heads * 2 * per_head).view(key_heads, 2 * per_head)
+    return torch.cat([part.flatten() for part in torch.split(groups, per_head, dim=1)])

