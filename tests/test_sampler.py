@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pocketllm.engine.sampler import NARROW, Sampler, prefix_sums, uniform
+from pocketllm.engine.sampler import NARROW, Sampler, best_ids, prefix_sums, uniform
 from pocketllm.errors import RequestError, SlotError
 from pocketllm.options import SamplingParams
 
@@ -163,6 +163,21 @@ def test_prefix_sums_are_the_same_bits_for_any_number_of_rows(device):
         assert all(torch.equal(together[i : i + 1], prefix_sums(x[i : i + 1])) for i in range(9))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [1, 40, 4096, 4097, 20_000])
+@pytest.mark.parametrize("levels", [1, 3, 40, 100_000])
+def test_best_ids_are_the_head_of_a_stable_sort(device, size, levels):
+    """`levels`: how many different logits there are, so 1 and 3 are all ties."""
+    generator = torch.Generator().manual_seed(size + levels)
+    logits = torch.randint(-levels, levels, (4, size), generator=generator) / 7
+    logits[1] = torch.where(logits[1] < 0.5, -math.inf, logits[1])  # a row with much forbidden
+    logits[2, :] = -math.inf
+    expected = logits.sort(dim=-1, descending=True, stable=True).indices[:, :NARROW]
+    assert torch.equal(best_ids(logits.to(device)).cpu(), expected)
+    nan = torch.tensor([math.nan, -math.nan]).repeat_interleave(2)[:, None].expand(4, size)
+    assert ((best_ids(nan.to(device)) >= 0) & (best_ids(nan.to(device)) < size)).all()
+
+
 def test_uniform_is_spread_evenly_and_differs_by_seed_and_position():
     values = np.array([uniform(seed, position) for seed in range(100) for position in range(100)])
     assert 0 <= values.min() < values.max() < 1
@@ -184,6 +199,19 @@ def test_the_draws_have_the_distribution_of_the_logits(top_k):
 
 
 FLAT = [0.0] * 100
+
+
+@pytest.mark.parametrize("top_k", [0, NARROW])
+def test_the_largest_random_number_never_draws_what_is_forbidden(monkeypatch, top_k):
+    """The rounded sum at the end of the ranking may exceed all sums before it."""
+    monkeypatch.setattr("pocketllm.engine.sampler.uniform", lambda seed, position: 1 - 2.0**-53)
+    sampler = Sampler(1, 1000)
+    start(sampler, 0, SamplingParams(temperature=1.0, top_k=top_k))
+    for seed in range(50):
+        logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(seed)) * 8
+        logits[:, 40 + seed :] = -math.inf
+        token = sampler.sample(logits, [0], [0], [0]).tokens.item()
+        assert logits[0, token].isfinite()
 
 
 def test_temperature_zero_takes_the_best_and_ties_go_to_the_lowest_id():
@@ -310,13 +338,14 @@ def test_a_bad_row_is_reported_and_leaves_the_others_alone():
     result = sampler.sample(broken, slots, positions, generated)
     assert result.bad == [0, 1, 2, 4]
     assert result.tokens[[3, 5]].tolist() == clean.tokens[[3, 5]].tolist()
-    assert ((result.tokens >= 0) & (result.tokens < LIMIT)).all()
+    assert result.tokens[[0, 1, 2, 4]].tolist() == [0] * 4
 
 
 def test_an_edit_does_not_hide_a_nan_and_forbidding_everything_is_bad():
-    logits = torch.zeros(4)
-    logits[2] = math.nan
-    assert one(SamplingParams(logit_bias={2: -100.0}), logits).bad == [0]
+    logits = torch.zeros(20)
+    logits[EOS[0]] = math.nan
+    assert one(SamplingParams(min_tokens=1), logits).bad == [0]
+    assert one(SamplingParams(logit_bias={EOS[0]: -100.0}), logits).bad == [0]
     assert one(SamplingParams(temperature=1.0, logit_bias=dict.fromkeys(range(4), -100.0)), torch.zeros(4)).bad == [0]
 
 
@@ -327,12 +356,13 @@ def test_logits_are_not_changed():
     assert not logits.any()
 
 
-def test_a_slot_forgets_its_last_request():
+@pytest.mark.parametrize("seen", [{"prompt": [9]}, {"output": [9]}])
+def test_a_slot_forgets_its_last_request(seen):
     sampler = Sampler(1, 10)
-    params = SamplingParams(repetition_penalty=2.0, presence_penalty=2.0)
+    params = SamplingParams(repetition_penalty=2.0)
     logits = torch.arange(10.0)[None]
-    start(sampler, 0, params, prompt=[9], output=[8, 8])
-    assert sampler.sample(logits, [0], [0], [0]).tokens.tolist() == [7]
+    start(sampler, 0, params, **seen)
+    assert sampler.sample(logits, [0], [0], [0]).tokens.tolist() == [8]
     start(sampler, 0, params)
     assert sampler.sample(logits, [0], [0], [0]).tokens.tolist() == [9]
     sampler.stop(0)

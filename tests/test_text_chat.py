@@ -57,7 +57,7 @@ QWEN_STYLE = """
         {{- '<|im_end|>\n' }}
     {%- endif %}
 {%- endfor %}
-{% if add_generation_prompt %}
+    {% if add_generation_prompt %}
     {{- '<|im_start|>assistant\n' }}
     {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
 {% endif %}

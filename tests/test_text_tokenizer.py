@@ -169,6 +169,8 @@ def test_combining_marks_belong_to_words_from_qwen35_on():
     composed = unicodedata.normalize("NFC", text)
     assert pieces(TOKENIZERS["qwen35"], text) == [composed]
     assert len(pieces(TOKENIZERS["qwen2"], text)) > 1
+    assert pieces(TOKENIZERS["qwen35"], "!!\u0301") == ["!!", "\u0301"]
+    assert pieces(TOKENIZERS["qwen2"], "!!\u0301") == ["!!\u0301"]
 
 
 def test_whole_words_of_llama_ignore_the_merges():

@@ -28,6 +28,7 @@ from pocketllm.kernels.types import TensorSpec
 from pocketllm.options import SamplingParams
 
 NARROW = 64  # candidates of a row with 0 < top_k <= NARROW, and the most log-probabilities a request may ask for
+_BLOCK = 64
 _FORBIDDEN = float("-inf")
 _LOW_32_BITS = 0xFFFFFFFF
 _MASK_64 = 2**64 - 1
@@ -71,14 +72,32 @@ def ranking_keys(logits: Tensor) -> Tensor:
 
     The bits of a float compare like an integer once those of negative numbers are flipped (sign aside).
     """
-    bits = (logits + 0.0).view(torch.int32).to(torch.int64)  # + 0.0: -0.0 and 0.0 are equal
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    return (ordered << 32) | (_LOW_32_BITS - ids)
+    return ordered.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(_LOW_32_BITS - ids)
 
 
 def ids_of(keys: Tensor) -> Tensor:
     return _LOW_32_BITS - (keys & _LOW_32_BITS)
+
+
+def best_ids(logits: Tensor) -> Tensor:
+    """[m, V] -> [m, min(NARROW, V)] int64: the ids at the head of the ranking, in order.
+
+    Cut the vocabulary into blocks and rank the blocks by their greatest logit: no id outside the NARROW best blocks can be
+    among the NARROW best ids, for each of those blocks has an id that ranks before it. So few ids need keys.
+    """
+    m, n = logits.shape
+    if n <= NARROW * _BLOCK:
+        return ids_of(ranking_keys(logits).topk(min(NARROW, n), dim=-1).values)
+    padded = logits.new_full((m, -(-n // _BLOCK) * _BLOCK), _FORBIDDEN)
+    padded[:, :n] = logits
+    maxima = padded.view(m, -1, _BLOCK).amax(dim=-1)
+    blocks = ids_of(ranking_keys(maxima).topk(NARROW, dim=-1).values).sort(dim=-1).values  # candidates by id, for ties
+    candidates = (blocks[..., None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
+    best = ids_of(ranking_keys(padded.gather(-1, candidates)).topk(NARROW, dim=-1).values)
+    return candidates.gather(-1, best).clamp_(max=n - 1)  # padding ranks first only in a row of NaN
 
 
 @dataclass(frozen=True)
@@ -279,12 +298,7 @@ class Sampler:
 
     def _draw(self, x: Tensor, params: Sequence[SamplingParams], draws: Sequence[float], narrow: bool) -> Tensor:
         """Rows x [m, V] of one width -> tokens [m] int64, by inverting the distribution of the ranked candidates."""
-        keys = ranking_keys(x)
-        if narrow:
-            ranked = keys.topk(min(NARROW, x.shape[-1]), dim=-1).values
-        else:
-            ranked = keys.sort(dim=-1, descending=True).values
-        ids = ids_of(ranked)  # [m, width]
+        ids = best_ids(x) if narrow else ids_of(ranking_keys(x).sort(dim=-1, descending=True).values)  # [m, width]
         width = ids.shape[-1]
         values = [
             (p.temperature, min(p.top_k or width, width), p.top_p, p.min_p, u)
@@ -310,7 +324,7 @@ class Sampler:
         index = self._tensor(rows, torch.int64)
         x = raw[index]
         logprobs = x.log_softmax(dim=-1)
-        top_ids = ids_of(ranking_keys(x).topk(min(NARROW, x.shape[-1]), dim=-1).values)
+        top_ids = best_ids(x)
         counts = [min(requests[i].params.logprobs or 0, top_ids.shape[-1]) for i in rows]
         chosen = logprobs.gather(-1, tokens[index, None]).squeeze(-1)
         return _LogprobTensors(rows, counts, chosen, top_ids, logprobs.gather(-1, top_ids))

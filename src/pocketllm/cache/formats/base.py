@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from pocketllm.errors import OptionError
 from pocketllm.kernels.types import PlaneSpec
+
+if TYPE_CHECKING:  # Numba is an optional dependency
+    from pocketllm.kernels.numba.format_pieces import FormatPieces
 
 
 class KVFormat(ABC):
@@ -40,6 +44,10 @@ class KVFormat(ABC):
     @abstractmethod
     def decode(self, planes: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
         """The inverse: K, V [..., D] float32, up to the format's loss."""
+
+    def numba_pieces(self, head_dim: int) -> FormatPieces:
+        """How the Numba kernels read and write the format; OptionError if it has no such pieces."""
+        raise OptionError(f"KV format {self.name!r} has no Numba pieces: use kernels='reference'")
 
     def bytes_per_token(self, head_dim: int) -> int:
         """Bytes of one token and one KV head, K and V together."""

@@ -8,12 +8,17 @@ bias. No rotation: it would mix a large channel into all others, and e4m3's rela
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pocketllm.cache.formats.base import KVFormat, absmax_scale
 from pocketllm.kernels.types import PlaneSpec
+
+if TYPE_CHECKING:
+    from pocketllm.kernels.numba.format_pieces import FormatPieces
 
 E4M3_MAX = 448.0
 
@@ -42,6 +47,25 @@ class Fp8(KVFormat):
     def decode(self, planes: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
         k, v, k_scale, v_scale = planes
         return k.float() * k_scale, v.float() * v_scale
+
+    def numba_pieces(self, head_dim: int) -> FormatPieces:
+        from pocketllm.kernels.numba.format_pieces import scaled_pieces
+        from pocketllm.kernels.numba.format_simd import absmax, load_e4m3x16, store_e4m3x16
+        from pocketllm.kernels.numba.simd import load_f32x16, splat, store_f32
+        from pocketllm.kernels.numba.vector_math import divide, larger_or_nan, smaller_or_nan
+
+        def encode(x, codes, scale_at):  # type: ignore[no-untyped-def]
+            scale = absmax(x, head_dim) / np.float32(E4M3_MAX)
+            store_f32(scale_at, scale)
+            for i in range(0, head_dim, 16):
+                y = divide(load_f32x16(x + i * 4), splat(scale))
+                store_e4m3x16(codes + i, smaller_or_nan(larger_or_nan(y, splat(-E4M3_MAX)), splat(E4M3_MAX)))
+
+        def load(codes, i):  # type: ignore[no-untyped-def]
+            return load_e4m3x16(codes + i)
+
+        sizes = tuple(p.nbytes for p in self.planes(head_dim))
+        return scaled_pieces(self.name, head_dim, sizes, None, (encode, encode), (load, load))
 
 
 FORMATS = (Fp8(),)

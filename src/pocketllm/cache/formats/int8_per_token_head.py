@@ -5,20 +5,43 @@ Near lossless: the rotation makes each head's values close to Gaussian, for whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pocketllm.cache.formats.base import KVFormat, absmax_scale
-from pocketllm.cache.formats.rotation import rotate, rotate_back
+from pocketllm.cache.formats.rotation import rotate, rotate_back, signs
 from pocketllm.kernels.types import PlaneSpec
+
+if TYPE_CHECKING:
+    from pocketllm.kernels.numba.format_pieces import FormatPieces
 
 
 def encode_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., D], already rotated -> codes int8 [..., D] and scale [..., 1] float32. Rounds half to even."""
     scale = absmax_scale(x, 127.0)
     return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def numba_int8(head_dim: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(encode, load) of int8 codes for Numba kernels, see `format_pieces.scaled_pieces`. Bit for bit `encode_int8`."""
+    from pocketllm.kernels.numba.format_simd import absmax, load_i8x16, store_i8x16
+    from pocketllm.kernels.numba.simd import load_f32x16, splat, store_f32
+    from pocketllm.kernels.numba.vector_math import divide, round_even
+
+    def encode(x, codes, scale_at):  # type: ignore[no-untyped-def]
+        scale = absmax(x, head_dim) / np.float32(127.0)
+        store_f32(scale_at, scale)
+        for i in range(0, head_dim, 16):
+            store_i8x16(codes + i, round_even(divide(load_f32x16(x + i * 4), splat(scale))))
+
+    def load(codes, i):  # type: ignore[no-untyped-def]
+        return load_i8x16(codes + i)
+
+    return encode, load
 
 
 class Int8PerTokenHead(KVFormat):
@@ -41,6 +64,13 @@ class Int8PerTokenHead(KVFormat):
     def decode(self, planes: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
         k, v, k_scale, v_scale = planes
         return rotate_back(k.float() * k_scale), rotate_back(v.float() * v_scale)
+
+    def numba_pieces(self, head_dim: int) -> FormatPieces:
+        from pocketllm.kernels.numba.format_pieces import scaled_pieces
+
+        encode, load = numba_int8(head_dim)
+        sizes = tuple(p.nbytes for p in self.planes(head_dim))
+        return scaled_pieces(self.name, head_dim, sizes, signs(head_dim), (encode, encode), (load, load))
 
 
 FORMATS = (Int8PerTokenHead(),)

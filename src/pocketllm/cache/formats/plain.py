@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pocketllm.cache.formats.base import KVFormat
 from pocketllm.kernels.types import PlaneSpec
+
+if TYPE_CHECKING:
+    from pocketllm.kernels.numba.format_pieces import FormatPieces
 
 
 class Plain(KVFormat):
@@ -28,6 +32,34 @@ class Plain(KVFormat):
     def decode(self, planes: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
         k, v = planes
         return k.float(), v.float()
+
+    def numba_pieces(self, head_dim: int) -> FormatPieces:
+        from pocketllm.kernels.numba import format_simd, simd
+        from pocketllm.kernels.numba.format_pieces import FormatPieces
+
+        load, store = {
+            torch.float32: (simd.load_f32x16, simd.store_f32x16),
+            torch.float16: (simd.load_f16x16, format_simd.store_f16x16),
+            torch.bfloat16: (simd.load_bf16x16, format_simd.store_bf16x16),
+        }[self.dtype]
+        load_f32x16, size = simd.load_f32x16, self.dtype.itemsize
+
+        def encode_row(k, v, row):  # type: ignore[no-untyped-def]
+            for i in range(0, head_dim, 16):
+                store(row[0] + i * size, load_f32x16(k + i * 4))
+                store(row[1] + i * size, load_f32x16(v + i * 4))
+
+        def load_k(row, i):  # type: ignore[no-untyped-def]
+            return load(row[0] + i * size)
+
+        def load_v(row, i):  # type: ignore[no-untyped-def]
+            return load(row[1] + i * size)
+
+        def no_scale(row):  # type: ignore[no-untyped-def]
+            return 1.0
+
+        sizes = tuple(p.nbytes for p in self.planes(head_dim))
+        return FormatPieces(self.name, head_dim, sizes, None, encode_row, load_k, load_v, no_scale, no_scale)
 
 
 FORMATS = (

@@ -11,15 +11,20 @@ halves unpack to contiguous vectors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pocketllm.cache.formats.base import KVFormat
-from pocketllm.cache.formats.int8_per_token_head import encode_int8
-from pocketllm.cache.formats.rotation import rotate, rotate_back
+from pocketllm.cache.formats.int8_per_token_head import encode_int8, numba_int8
+from pocketllm.cache.formats.rotation import rotate, rotate_back, signs
 from pocketllm.kernels.types import PlaneSpec
+
+if TYPE_CHECKING:
+    from pocketllm.kernels.numba.format_pieces import FormatPieces
 
 CUBIC = 0.0055
 
@@ -45,6 +50,63 @@ def encode_v4(x: Tensor) -> tuple[Tensor, Tensor]:
     return low | high << 4, scale
 
 
+def numba_v4(head_dim: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(encode, load) of V's codes for Numba kernels.
+
+    Sums run in another order than torch's, so the scale may differ from `encode_v4`'s in its last bits, and a value that
+    stands at a midpoint between two levels may get the other one.
+    """
+    from pocketllm.kernels.numba.format_simd import (
+        count_below,
+        load_high_nibbles,
+        load_low_nibbles,
+        load_nibbles,
+        look_up,
+        store_nibbles,
+    )
+    from pocketllm.kernels.numba.simd import fma, load_f32x16, splat, store_f32, store_f32x16
+    from pocketllm.kernels.numba.vector_math import divide, sum_lanes
+
+    half = head_dim // 2
+    values = levels()
+    table = tuple(np.float32(x) for x in values.tolist())
+    midpoints = tuple(np.float32(x) for x in ((values[1:] + values[:-1]) / 2).tolist())
+    tiny = np.float32(1e-12)
+
+    def encode(x, codes, scale_at):  # type: ignore[no-untyped-def]
+        squares = splat(0.0)
+        for i in range(0, head_dim, 16):
+            y = load_f32x16(x + i * 4)
+            squares = fma(y, y, squares)
+        rms = np.sqrt(sum_lanes(squares) / np.float32(head_dim))
+        scale = (tiny if rms < tiny else rms) / np.float32(LEVELS_RMS)
+        for _ in range(2):
+            products, squares = splat(0.0), splat(0.0)
+            for i in range(0, head_dim, 16):
+                y = load_f32x16(x + i * 4)
+                level = look_up(count_below(divide(y, splat(scale)), midpoints), table)
+                products, squares = fma(y, level, products), fma(level, level, squares)
+            best = sum_lanes(products) / sum_lanes(squares)
+            scale = tiny if best < tiny else best
+        store_f32(scale_at, scale)
+        for i in range(0, head_dim, 16):  # codes take the values' place, so that halves need no alignment to vectors
+            store_f32x16(x + i * 4, count_below(divide(load_f32x16(x + i * 4), splat(scale)), midpoints))
+        for i in range(0, half, 8):
+            store_nibbles(codes + i, load_f32x16(x + i * 4), load_f32x16(x + (half + i) * 4))
+
+    def load_whole(codes, i):  # type: ignore[no-untyped-def]
+        if i < half:
+            return load_low_nibbles(codes + i, table)
+        return load_high_nibbles(codes + i - half, table)
+
+    def load_parts(codes, i):  # type: ignore[no-untyped-def]
+        first, first_shift = (codes + i, 0) if i < half else (codes + i - half, 4)
+        second, second_shift = (codes + i + 8, 0) if i + 8 < half else (codes + i + 8 - half, 4)
+        return load_nibbles(first, first_shift, second, second_shift, table)
+
+    return encode, load_whole if half % 16 == 0 else load_parts
+
+
 class TurboQuantK8V4(KVFormat):
     name = "turboquant_k8v4"
     tolerance = 0.13
@@ -68,6 +130,13 @@ class TurboQuantK8V4(KVFormat):
         k, v, k_scale, v_scale = planes
         codes = torch.cat((v & 15, v >> 4), dim=-1)  # [..., D]
         return rotate_back(k.float() * k_scale), rotate_back(levels().to(v.device)[codes.long()] * v_scale)
+
+    def numba_pieces(self, head_dim: int) -> FormatPieces:
+        from pocketllm.kernels.numba.format_pieces import scaled_pieces
+
+        (encode_k, load_k), (encode_v, load_v) = numba_int8(head_dim), numba_v4(head_dim)
+        sizes = tuple(p.nbytes for p in self.planes(head_dim))
+        return scaled_pieces(self.name, head_dim, sizes, signs(head_dim), (encode_k, encode_v), (load_k, load_v))
 
 
 FORMATS = (TurboQuantK8V4(),)

@@ -14,12 +14,9 @@ from numba import njit
 
 from pocketllm.kernels.numba.linear_tiles import COLUMNS, Scheme, multiply, prepare
 from pocketllm.kernels.numba.runtime import kernel, parallel_for
-from pocketllm.kernels.numba.simd import tile_load, tile_store
+from pocketllm.kernels.numba.simd import tile_store, tile_zeros
 
 TILE_ROWS = 8
-_X_BYTES = (
-    131072  # of prepared x per tile between two cuts of K: it must stay in the L1 cache beside a stream of weights
-)
 _PREPARE_GRAIN = 8192  # elements of x worth a thread's while
 _CHUNKS = 16  # pieces the outputs are cut into: small enough to even out, large enough to keep the prefetcher streaming
 
@@ -37,44 +34,43 @@ def _prepare_steps(begin, end, scheme, x, rows, k, steps, step, row_bytes, out):
     """Steps begin .. end - 1 of all tiles, counted through: a thread writes whole cache lines, all rows of a tile."""
     for i in range(begin, end):
         first, s = i // steps * TILE_ROWS, i % steps
-        tile_rows = _tile_rows(rows - first)
+        left = rows - first
+        tile_rows = _tile_rows(left)
+        here = x + (first * k + s * step) * 4
         to = out + (first * steps + s * tile_rows) * row_bytes
-        for r in range(first, min(first + TILE_ROWS, rows)):
-            prepare(scheme, x + (r * k + s * step) * 4, k - s * step, to + (r - first) * 4, 4 * tile_rows)
+        if tile_rows == 8:
+            prepare(scheme, 8, here, k * 4, left, k - s * step, to)
+        elif tile_rows == 4:
+            prepare(scheme, 4, here, k * 4, left, k - s * step, to)
+        elif tile_rows == 2:
+            prepare(scheme, 2, here, k * 4, left, k - s * step, to)
+        else:
+            prepare(scheme, 1, here, k * 4, left, k - s * step, to)
 
 
 @kernel
 def _blocks(begin, end, scheme, x, rows, w, n, steps, step_bytes, row_bytes, bias, y):  # type: ignore[no-untyped-def]
-    cut = max(1, _X_BYTES // (min(rows, TILE_ROWS) * row_bytes))
-    for start in range(0, steps, cut):
-        count = min(cut, steps - start)
-        last = start + count == steps
-        for block in range(begin, end):
-            column = block * COLUMNS
-            at = w + (block * steps + start) * step_bytes
-            added = bias + column * 4 if bias != 0 and last else 0
-            for first in range(0, rows, TILE_ROWS):
-                to = y + (first * n + column) * 4
-                left = rows - first
-                tile_rows = _tile_rows(left)
-                here = x + (first * steps + start * tile_rows) * row_bytes
-                known = 0 if start == 0 else left
-                if tile_rows == 8:
-                    tile = tile_load(16, 2, to, n * 4, known, n - column)
-                    tile = multiply(scheme, tile, at, here, 32, count)
-                    tile_store(tile, 2, to, n * 4, left, n - column, added)
-                elif tile_rows == 4:
-                    tile4 = tile_load(8, 2, to, n * 4, known, n - column)
-                    tile4 = multiply(scheme, tile4, at, here, 16, count)
-                    tile_store(tile4, 2, to, n * 4, left, n - column, added)
-                elif tile_rows == 2:
-                    tile2 = tile_load(4, 2, to, n * 4, known, n - column)
-                    tile2 = multiply(scheme, tile2, at, here, 8, count)
-                    tile_store(tile2, 2, to, n * 4, left, n - column, added)
-                else:
-                    tile1 = tile_load(2, 2, to, n * 4, known, n - column)
-                    tile1 = multiply(scheme, tile1, at, here, 4, count)
-                    tile_store(tile1, 2, to, n * 4, left, n - column, added)
+    for block in range(begin, end):
+        column = block * COLUMNS
+        at = w + block * steps * step_bytes
+        added = bias + column * 4 if bias != 0 else 0
+        for first in range(0, rows, TILE_ROWS):
+            here = x + first * steps * row_bytes
+            to = y + (first * n + column) * 4
+            left = rows - first
+            tile_rows = _tile_rows(left)
+            if tile_rows == 8:
+                tile8 = multiply(scheme, tile_zeros(16), at, here, 32, steps)
+                tile_store(tile8, 2, to, n * 4, left, n - column, added)
+            elif tile_rows == 4:
+                tile4 = multiply(scheme, tile_zeros(8), at, here, 16, steps)
+                tile_store(tile4, 2, to, n * 4, left, n - column, added)
+            elif tile_rows == 2:
+                tile2 = multiply(scheme, tile_zeros(4), at, here, 8, steps)
+                tile_store(tile2, 2, to, n * 4, left, n - column, added)
+            else:
+                tile1 = multiply(scheme, tile_zeros(2), at, here, 4, steps)
+                tile_store(tile1, 2, to, n * 4, left, n - column, added)
 
 
 @cache

@@ -34,15 +34,12 @@ from pocketllm.kernels.numba.simd import (
     load_f16x16,
     load_f32,
     load_f32x16,
-    load_f32x16_part,
     load_i32x16,
     nibbles,
+    pack_bf16,
+    pack_f32,
+    pack_i8,
     splat,
-    scatter_bf16_pairs,
-    scatter_f32,
-    scatter_i8_quads,
-    store_f32,
-    store_i32,
     tile_add_product,
     tile_add_scaled,
     tile_clear,
@@ -112,44 +109,34 @@ def _constant_scheme(context: Any, builder: Any, ty: object, value: object) -> A
 # -- rows of x -------------------------------------------------------------------------------------------------------
 
 
-def prepare(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
-    """Writes one step of a row: the `count` float32 that are left of it at x, as words `stride` bytes apart from `out`."""
+def prepare(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+    """Writes one step of a tile of `size` (a literal: 1, 2, 4 or 8) rows to `out`: for each word, one a row.
+
+    x is the address of the step in the first row; `stride` bytes further lies the next row, if there is one (`rows`
+    counts them). `count` float32 of K are left; zeros stand for those a step needs beyond them.
+    """
     raise NotImplementedError("for use inside kernels")
 
 
-@overload(prepare)  # type: ignore[untyped-decorator]
-def _prepare(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
-    shift = 8 if scheme.scheme.name == "w4_shifted" else 128
+@overload(prepare, prefer_literal=True)  # type: ignore[untyped-decorator]
+def _prepare(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+    name, n = scheme.scheme.name, size.literal_value
+    shift = {"w8": 128, "w4_shifted": 8}.get(name, 0)
 
-    def f32(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
-        scatter_f32(load_f32x16_part(x, count), out, stride)
+    def f32(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+        pack_f32(n, x, stride, rows, count, out)
 
-    def bf16(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
-        scatter_bf16_pairs(load_f32x16_part(x, count), out, stride)
+    def bf16(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+        pack_bf16(n, x, stride, rows, count, out)
 
-    def bf16_128(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
+    def bf16_128(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
         for i in range(8):
-            scatter_bf16_pairs(load_f32x16_part(x + i * 64, count - i * 16), out + i * 8 * stride, stride)
+            pack_bf16(n, x + i * 64, stride, rows, count - i * 16, out + i * 32 * n)
 
-    def int8_shifted(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
-        scale, total = scatter_i8_quads(x, out, stride)
-        store_f32(out + 8 * stride, scale)
-        store_i32(out + 9 * stride, -shift * total)
+    def int8(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+        pack_i8(n, x, stride, rows, shift, out)
 
-    def int8_sum(scheme, x, count, out, stride):  # type: ignore[no-untyped-def]
-        scale, total = scatter_i8_quads(x, out, stride)
-        store_f32(out + 8 * stride, scale)
-        store_f32(out + 9 * stride, scale * total)
-
-    return {
-        "fp32": f32,
-        "fp16": f32,
-        "bf16": bf16,
-        "fp8_block": bf16_128,
-        "w8": int8_shifted,
-        "w4": int8_sum,
-        "w4_shifted": int8_shifted,
-    }[scheme.scheme.name]
+    return {"fp32": f32, "fp16": f32, "bf16": bf16, "fp8_block": bf16_128}.get(name, int8)
 
 
 # -- products --------------------------------------------------------------------------------------------------------

@@ -263,66 +263,101 @@ def _masked_load(b: ir.IRBuilder, address: ir.Value, offset: int, mask: ir.Value
     return _call(b, "llvm.masked.load.v16f32.p0", _VF32, args)
 
 
-def _scatter(b: ir.IRBuilder, words: ir.Value, out: ir.Value, stride: ir.Value) -> None:
-    """Writes a vector's elements `stride` bytes apart."""
-    for i in range(words.type.count):
-        b.store(b.extract_element(words, ir.Constant(_I32, i)), _at(b, out, 0, words.type.element), align=1)
-        out = b.add(out, stride)
+def _row_addresses(b: ir.IRBuilder, x: ir.Value, stride: ir.Value, rows: ir.Value, count: int) -> list[ir.Value]:
+    """`count` addresses from x, `stride` bytes apart; those of rows that are not there are x itself."""
+    there = [b.icmp_signed("<", ir.Constant(_I64, r), rows) for r in range(count)]
+    return [b.select(t, b.add(x, b.mul(stride, ir.Constant(_I64, r))), x) for r, t in enumerate(there)]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def scatter_f32(typingctx: Any, x: Any, out: Any, stride: Any) -> Any:
-    """Writes the 16 float32 of x `stride` bytes apart."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        _scatter(b, *a)
-        return ctx.get_dummy_value()
-
-    return types.void(f32x16, types.int64, types.int64), codegen
+def _store_transposed(b: ir.IRBuilder, rows: Sequence[ir.Value], out: ir.Value) -> None:
+    """Writes vectors of n words as n groups of one word a vector."""
+    n = rows[0].type.count
+    joined = _join(b, [b.bitcast(row, _vec(_I32, n)) for row in rows])
+    index = [r * n + i for i in range(n) for r in range(len(rows))]
+    moved = b.shuffle_vector(joined, joined, ir.Constant(_vec(_I32, len(index)), index))
+    b.store(moved, _at(b, out, 0, moved.type), align=1)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def scatter_bf16_pairs(typingctx: Any, x: Any, out: Any, stride: Any) -> Any:
-    """Rounds x to bfloat16 and writes its 8 pairs (4 bytes each) `stride` bytes apart."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        _scatter(b, b.bitcast(b.fptrunc(a[0], _vec(_BF16)), _vec(_I32, 8)), a[1], a[2])
-        return ctx.get_dummy_value()
-
-    return types.void(f32x16, types.int64, types.int64), codegen
+def _join(b: ir.IRBuilder, parts: Sequence[ir.Value]) -> ir.Value:
+    half = len(parts) // 2
+    return parts[0] if len(parts) == 1 else _concat(b, _join(b, parts[:half]), _join(b, parts[half:]))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def scatter_i8_quads(typingctx: Any, x: Any, out: Any, stride: Any) -> Any:
-    """Quantises the 32 float32 at x to int8 and writes them as 8 words of 4, `stride` bytes apart.
+def _concat(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    return b.shuffle_vector(x, y, ir.Constant(_vec(_I32, 2 * x.type.count), list(range(2 * x.type.count))))
 
-    Returns (scale, sum of the int8): x ~ scale * int8, scale = max |x| / 127. A NaN among x makes scale NaN.
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def pack_f32(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, count: Any, out: Any) -> Any:
+    """A tile's 16 columns of x: the first `count` float32 (zeros after them) of `size` (a literal) rows, word by word.
+
+    Rows lie `stride` bytes apart; only `rows` of them are there, the others are written as the first.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        x = _load(b, a[0], _vec(_F32, 32))
-        size = _call(b, "llvm.fabs.v32f32", x.type, [x])
-        amax = _call(b, "llvm.vector.reduce.fmaximum.v32f32", _F32, [size])
-        scale = b.fdiv(amax, ir.Constant(_F32, 127.0))
-        nonzero = b.fcmp_unordered("une", amax, ir.Constant(_F32, 0.0))
-        inverse = b.select(nonzero, b.fdiv(ir.Constant(_F32, 127.0), amax), ir.Constant(_F32, 0.0))
-        scaled = b.fmul(x, _splat(b, inverse, 32))
-        rounded = _call(b, "llvm.rint.v32f32", x.type, [scaled])
-        ints = _call(b, "llvm.fptosi.sat.v32i32.v32f32", _vec(_I32, 32), [rounded])
-        total = _call(b, "llvm.vector.reduce.add.v32i32", _I32, [ints])
-        _scatter(b, b.bitcast(b.trunc(ints, _vec(_I8, 32)), _vec(_I32, 8)), a[1], a[2])
-        return ctx.make_tuple(b, sig.return_type, [scale, total])
-
-    return types.Tuple((types.float32, types.int32))(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def store_i32(typingctx: Any, address: Any, value: Any) -> Any:
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        b.store(a[1], _at(b, a[0], 0, _I32), align=1)
+        _, x, stride, rows, count, out = a
+        mask = _lanes_below(b, count, 0)
+        addresses = _row_addresses(b, x, stride, rows, size.literal_value)
+        _store_transposed(b, [_masked_load(b, address, 0, mask) for address in addresses], out)
         return ctx.get_dummy_value()
 
-    return types.void(types.int64, types.int32), codegen
+    i64 = types.int64
+    return types.void(size, i64, i64, i64, i64, i64), codegen
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def pack_bf16(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, count: Any, out: Any) -> Any:
+    """pack_f32, rounded to bfloat16: a word is a pair of neighbours, 8 words a row."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        _, x, stride, rows, count, out = a
+        mask = _lanes_below(b, count, 0)
+        addresses = _row_addresses(b, x, stride, rows, size.literal_value)
+        rounded = [b.fptrunc(_masked_load(b, address, 0, mask), _vec(_BF16)) for address in addresses]
+        _store_transposed(b, [b.bitcast(r, _vec(_I32, 8)) for r in rounded], out)
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(size, i64, i64, i64, i64, i64), codegen
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def pack_i8(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, shift: Any, out: Any) -> Any:
+    """32 columns of `size` (a literal) rows of x quantised to int8: 8 words of 4, a scale and a sum a row, word by word.
+
+    scale = max |x| / 127 (NaN if an x is); the sum is float32 scale * sum(int8) where `shift` (a literal) is 0, else
+    int32 -shift * sum(int8). Rows as in pack_f32.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        _, x, stride, rows, _, out = a
+        count, off = size.literal_value, shift.literal_value
+        wide, wide_int = _vec(_F32, 32), _vec(_I32, 32)
+        codes, scales, sums = [], [], []
+        for address in _row_addresses(b, x, stride, rows, count):
+            values = _load(b, address, wide)
+            bits = b.and_(b.bitcast(values, wide_int), ir.Constant(wide_int, [0x7FFFFFFF] * 32))
+            amax = b.bitcast(_call(b, "llvm.vector.reduce.umax.v32i32", _I32, [bits]), _F32)
+            scale = b.fdiv(amax, ir.Constant(_F32, 127.0))
+            nonzero = b.fcmp_unordered("une", amax, ir.Constant(_F32, 0.0))
+            inverse = b.select(nonzero, b.fdiv(ir.Constant(_F32, 127.0), amax), ir.Constant(_F32, 0.0))
+            scaled = b.fmul(values, _splat(b, inverse, 32))
+            # Adding 1.5 * 2**23 rounds to the nearest whole number and leaves it in the low bits.
+            magic = b.bitcast(b.fadd(scaled, ir.Constant(wide, [12582912.0] * 32)), wide_int)
+            ints = b.sub(magic, ir.Constant(wide_int, [0x4B400000] * 32))
+            total = _call(b, "llvm.vector.reduce.add.v32i32", _I32, [ints])
+            codes.append(b.bitcast(b.trunc(ints, _vec(_I8, 32)), _vec(_I32, 8)))
+            scales.append(scale)
+            weighted = b.bitcast(b.fmul(scale, b.sitofp(total, _F32)), _I32)
+            sums.append(b.mul(total, ir.Constant(_I32, -off)) if off else weighted)
+        _store_transposed(b, codes, out)
+        for r in range(count):
+            b.store(scales[r], _at(b, out, 32 * count + 4 * r, _F32), align=1)
+            b.store(sums[r], _at(b, out, 36 * count + 4 * r, _I32), align=1)
+        return ctx.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(size, i64, i64, i64, shift, i64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -522,26 +557,6 @@ def tile_fma(typingctx: Any, acc: Any, w: Any, x: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def tile_load(typingctx: Any, count: Any, lanes: Any, y: Any, stride: Any, rows: Any, columns: Any) -> Any:
-    """The tile of `count` vectors (a literal), `lanes` (a literal) a row, that tile_store wrote; zeros beyond its edges."""
-    ty, num_lanes = types.UniTuple(f32x16, count.literal_value), lanes.literal_value
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        _, _, address, stride, rows, columns = a
-        values = []
-        for r in range(ty.count // num_lanes):
-            inside = _splat(b, b.icmp_signed("<", ir.Constant(_I64, r), rows))
-            for l in range(num_lanes):
-                mask = b.and_(_lanes_below(b, columns, l * LANES), inside)
-                values.append(_masked_load(b, address, 64 * l, mask))
-            address = b.add(address, stride)
-        return _pack(b, values)
-
-    i64 = types.int64
-    return ty(count, lanes, i64, i64, i64, i64), codegen
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def tile_store(typingctx: Any, acc: Any, lanes: Any, y: Any, stride: Any, rows: Any, columns: Any, bias: Any) -> Any:
     """Writes rows x columns of the tile (`lanes`, a literal, vectors a row) to y, rows `stride` bytes apart.
 
@@ -552,10 +567,11 @@ def tile_store(typingctx: Any, acc: Any, lanes: Any, y: Any, stride: Any, rows: 
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         accs, _, y, stride, rows, columns, bias = a
         values = _unpack(b, accs, acc)
+        has_bias = b.icmp_signed("!=", bias, ir.Constant(_I64, 0))
+        readable = b.select(has_bias, bias, y)  # a masked load from address 0 is harmless, but takes 0.1 us
         for l in range(num_lanes):
             mask = _lanes_below(b, columns, l * LANES)
-            has_bias = _splat(b, b.icmp_signed("!=", bias, ir.Constant(_I64, 0)))
-            added = _masked_load(b, bias, 64 * l, b.and_(mask, has_bias))
+            added = _masked_load(b, readable, 64 * l, b.and_(mask, _splat(b, has_bias)))
             out = y
             for r in range(acc.count // num_lanes):
                 with b.if_then(b.icmp_signed("<", ir.Constant(_I64, r), rows)):

@@ -1,0 +1,298 @@
+"""How a KV format tells Numba kernels to read and write it, and how kernels call what it told.
+
+A format's `numba_pieces(head_dim)` returns `FormatPieces`: plain functions over the operations of `simd` and
+`format_simd`. Kernels get them inside a `Core`, a constant argument whose *type* carries the functions: Numba compiles a
+kernel once per core, inlines the functions, and finds the result on disk by the core's name in the next process.
+
+A *row* is what a format stores of one token and one KV head: a tuple of byte addresses, one per plane.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from types import CodeType, FunctionType
+from typing import Any, Protocol
+
+from llvmlite import ir
+from numba import njit
+from numba.core import types
+from numba.core.imputils import lower_constant
+from numba.extending import intrinsic, models, overload, register_jitable, register_model, typeof_impl
+from torch import Tensor
+
+from pocketllm.kernels.numba.format_simd import load_i64
+from pocketllm.kernels.numba.simd import _load, _pack, f32x16, load_f32
+
+
+@dataclass(frozen=True, eq=False)
+class FormatPieces:
+    """A KV format for one head dimension D, as functions that Numba can compile.
+
+    name      tells this format and D from all others
+    row_bytes bytes of a row in each plane
+    signs     None, or [D] float32: K and V are stored rotated by hadamard(signs * x); kernels rotate what they give to
+              `encode_row`, the query, and once the output back, so that no other piece knows about it
+    encode_row(k, v, row)  stores the D float32 at addresses k and v (which it may overwrite)
+    load_k(row, i), load_v(row, i)  elements i .. i + 15 as f32x16, to be multiplied by
+    k_scale(row), v_scale(row)      this float32
+    """
+
+    name: str
+    head_dim: int
+    row_bytes: tuple[int, ...]
+    signs: Tensor | None
+    encode_row: Callable[..., Any]
+    load_k: Callable[..., Any]
+    load_v: Callable[..., Any]
+    k_scale: Callable[..., Any]
+    v_scale: Callable[..., Any]
+
+    @cached_property
+    def key(self) -> str:
+        """The name, and a digest of the functions' code: an edited format must not find its old kernels on disk."""
+        digest = hashlib.sha256(repr((self.row_bytes, self.signs is None)).encode())
+        for piece in (self.encode_row, self.load_k, self.load_v, self.k_scale, self.v_scale):
+            _digest(digest, piece)
+        return f"{self.name},{self.head_dim},{digest.hexdigest()[:16]}"
+
+
+class NumbaCodec(Protocol):
+    """What these kernels ask of a KV format beyond `kernels.types.KVCodec`."""
+
+    def numba_pieces(self, head_dim: int) -> FormatPieces: ...
+
+
+def _digest(digest: Any, function: Callable[..., Any]) -> None:
+    """Feeds a function's code and what it refers to from outside: numbers, tuples and further functions."""
+    code = function.__code__
+    digest.update(code.co_code)
+    digest.update(repr([c for c in code.co_consts if not isinstance(c, CodeType)]).encode())
+    digest.update(repr(code.co_names + code.co_freevars).encode())
+    for cell in function.__closure__ or ():
+        value = cell.cell_contents
+        if isinstance(value, FunctionType):
+            _digest(digest, value)
+        elif isinstance(value, int | float | tuple):
+            digest.update(repr(value).encode())
+        else:  # an operation of `simd`; the kernels' cache watches those files
+            digest.update(getattr(value, "__name__", type(value).__name__).encode())
+
+
+@dataclass(frozen=True)
+class Core:
+    """What an attention kernel is compiled for: a format, and `rows` queries that share every load of K and V.
+
+    shared: V of a tile is decoded once into scratch memory, for several blocks of rows; else in registers where needed.
+    """
+
+    pieces: FormatPieces
+    rows: int = 1
+    shared: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.pieces.head_dim
+
+    @property
+    def tile(self) -> int:
+        """Tokens whose K, as columns, fits the L1 cache."""
+        return 64 if self.head_dim <= 128 else 32
+
+    @property
+    def lanes(self) -> int:
+        """Vectors of V that are held, with `rows` accumulators each, in 32 registers."""
+        if self.head_dim % 64 == 0 and self.rows <= 6:
+            return 4
+        return 2 if self.head_dim % 32 == 0 else 1
+
+
+class CoreType(types.Type):  # type: ignore[misc]
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        super().__init__(name=f"Core({core.pieces.key},{core.rows},{core.shared})")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Cached kernels are found by name; functions need not (and can't always) be pickled."""
+        return {k: v for k, v in self.__dict__.items() if k != "core"}
+
+
+@typeof_impl.register(Core)  # type: ignore[untyped-decorator]
+def _typeof_core(value: Core, context: object) -> CoreType:
+    core_type = CoreType(value)  # Numba returns the first type of this name, which may come from a cache file
+    core_type.core = value
+    return core_type
+
+
+register_model(CoreType)(models.OpaqueModel)
+
+
+@lower_constant(CoreType)  # type: ignore[untyped-decorator]
+def _constant_core(context: Any, builder: Any, ty: object, value: object) -> Any:
+    return context.get_dummy_value()
+
+
+# -- calls, for use inside kernels -----------------------------------------------------------------------------------
+
+
+def encode_row(core, k, v, row):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("for use inside kernels")
+
+
+def load_k(core, row, i):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("for use inside kernels")
+
+
+def load_v(core, row, i):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("for use inside kernels")
+
+
+def v_tile(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+    """`core.lanes` vectors of V of token t of a tile, from element i on.
+
+    If `core.shared`, from the decoded tile at address v; else from the row whose number stands at index + 8 t.
+    """
+    raise NotImplementedError("for use inside kernels")
+
+
+def k_scale(core, row):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("for use inside kernels")
+
+
+def v_scale(core, row):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("for use inside kernels")
+
+
+@overload(encode_row)  # type: ignore[untyped-decorator]
+def _encode_row(core, k, v, row):  # type: ignore[no-untyped-def]
+    piece = njit(core.core.pieces.encode_row)
+    return lambda core, k, v, row: piece(k, v, row)
+
+
+@overload(load_k)  # type: ignore[untyped-decorator]
+def _load_k(core, row, i):  # type: ignore[no-untyped-def]
+    piece = njit(core.core.pieces.load_k, forceinline=True)
+    return lambda core, row, i: piece(row, i)
+
+
+@overload(load_v)  # type: ignore[untyped-decorator]
+def _load_v(core, row, i):  # type: ignore[no-untyped-def]
+    piece = njit(core.core.pieces.load_v, forceinline=True)
+    return lambda core, row, i: piece(row, i)
+
+
+@overload(v_tile, jit_options={"forceinline": True})  # type: ignore[untyped-decorator]
+def _v_tile(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+    dim, lanes, shared = core.core.head_dim, core.core.lanes, core.core.shared
+    load = register_jitable(core.core.pieces.load_v)
+
+    def decoded(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+        return load_tile_f32(core, v + 4 * (t * dim + i))
+
+    def one(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+        return (load(row_at(core, planes, load_i64(index + 8 * t)), i),)
+
+    def two(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+        row = row_at(core, planes, load_i64(index + 8 * t))
+        return load(row, i), load(row, i + 16)
+
+    def four(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+        row = row_at(core, planes, load_i64(index + 8 * t))
+        return load(row, i), load(row, i + 16), load(row, i + 32), load(row, i + 48)
+
+    return decoded if shared else {1: one, 2: two, 4: four}[lanes]
+
+
+@overload(k_scale)  # type: ignore[untyped-decorator]
+def _k_scale(core, row):  # type: ignore[no-untyped-def]
+    piece = njit(core.core.pieces.k_scale, forceinline=True)
+    return lambda core, row: piece(row)
+
+
+@overload(v_scale)  # type: ignore[untyped-decorator]
+def _v_scale(core, row):  # type: ignore[no-untyped-def]
+    piece = njit(core.core.pieces.v_scale, forceinline=True)
+    return lambda core, row: piece(row)
+
+
+def _number(get: Callable[[Core], int]) -> Any:
+    """An intrinsic that gives a number of the core as a constant."""
+
+    def number(typingctx: Any, core: Any) -> Any:
+        value = get(core.core)
+        return types.int64(core), lambda ctx, b, sig, a: ir.Constant(ir.IntType(64), value)
+
+    return intrinsic(number)
+
+
+head_dim = _number(lambda core: core.head_dim)
+tile_tokens = _number(lambda core: core.tile)
+tile_rows = _number(lambda core: core.rows)
+tile_lanes = _number(lambda core: core.lanes)
+is_rotated = _number(lambda core: int(core.pieces.signs is not None))
+is_shared = _number(lambda core: int(core.shared))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def row_at(typingctx: Any, core: Any, planes: Any, index: Any) -> Any:
+    """Row number `index` of planes that start at the given addresses."""
+    row_bytes = core.core.pieces.row_bytes
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        row = a[1]
+        for p, size in enumerate(row_bytes):
+            offset = b.mul(a[2], ir.Constant(ir.IntType(64), size))
+            row = b.insert_value(row, b.add(b.extract_value(a[1], p), offset), p)
+        return row
+
+    return planes(core, planes, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_tile_f32(typingctx: Any, core: Any, address: Any) -> Any:
+    """`core.lanes` vectors of float32."""
+    ty = types.UniTuple(f32x16, core.core.lanes)
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        return _pack(b, [_load(b, a[1], f32x16.llvm, 64 * l) for l in range(ty.count)])
+
+    return ty(core, types.int64), codegen
+
+
+# -- common shapes of formats ----------------------------------------------------------------------------------------
+
+
+def scaled_pieces(
+    name: str,
+    head_dim: int,
+    row_bytes: tuple[int, ...],
+    signs: Tensor | None,
+    encode: tuple[Callable[..., Any], Callable[..., Any]],
+    load: tuple[Callable[..., Any], Callable[..., Any]],
+) -> FormatPieces:
+    """Pieces of a format with four planes: codes of K, codes of V, float32 scale of K, float32 scale of V.
+
+    encode: for K and for V, a function (x, codes, scale) of addresses; load: likewise (codes, i) -> f32x16.
+    """
+    encode_k, encode_v = (register_jitable(f) for f in encode)
+    read_k, read_v = (register_jitable(f) for f in load)
+
+    def encode_row(k, v, row):  # type: ignore[no-untyped-def]
+        encode_k(k, row[0], row[2])
+        encode_v(v, row[1], row[3])
+
+    def load_k(row, i):  # type: ignore[no-untyped-def]
+        return read_k(row[0], i)
+
+    def load_v(row, i):  # type: ignore[no-untyped-def]
+        return read_v(row[1], i)
+
+    def k_scale(row):  # type: ignore[no-untyped-def]
+        return load_f32(row[2])
+
+    def v_scale(row):  # type: ignore[no-untyped-def]
+        return load_f32(row[3])
+
+    return FormatPieces(name, head_dim, row_bytes, signs, encode_row, load_k, load_v, k_scale, v_scale)
