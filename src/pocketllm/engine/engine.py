@@ -47,12 +47,12 @@ class Engine(SlotEngine):
         options: EngineOptions | None = None,
         *,
         vocab_limit: int | None = None,
-        kernels: Kernels | None = None,
+        backend: Kernels | None = None,
         **option_values: Any,
     ) -> None:
         """As `SlotEngine`. vocab_limit: token ids from here on are never sampled (a model may have more rows than its
         tokenizer has tokens)."""
-        super().__init__(model, options, kernels=kernels, **option_values)
+        super().__init__(model, options, backend=backend, **option_values)
         self.sampler = Sampler(self.plan.kv.num_slots, self.config.vocab_size, self.device, vocab_limit)
         self.scheduler = Scheduler(
             self.slots,

@@ -85,8 +85,8 @@ def ids_of(keys: Tensor) -> Tensor:
 def best_ids(logits: Tensor) -> Tensor:
     """[m, V] -> [m, min(NARROW, V)] int64: the ids at the head of the ranking, in order.
 
-    Cut the vocabulary into blocks and rank the blocks by their greatest logit: no id outside the NARROW best blocks can be
-    among the NARROW best ids, for each of those blocks has an id that ranks before it. So few ids need keys.
+    Cut the vocabulary into blocks and rank the blocks by their greatest logit: no id outside the NARROW best blocks can
+    be among the NARROW best ids, for each of those blocks has an id that ranks before it. So few ids need keys.
     """
     m, n = logits.shape
     if n <= NARROW * _BLOCK:
@@ -287,14 +287,22 @@ class Sampler:
         return x
 
     def _penalise(self, x: Tensor, slots: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-        """x [m, V]. Products and differences are separate operations: a fused one rounds differently."""
+        """x [m, V]. Products and differences are separate operations: a fused one rounds differently.
+
+        Leaving out a penalty that no row has changes no bit of any row: x / 1 and x - 0 are x.
+        """
         counts = self._output_counts[slots, : x.shape[-1]]  # [m, V] int32
-        seen = self._prompt_mask[slots, : x.shape[-1]] | (counts > 0)
+        generated = counts > 0
         values = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
         repetition, presence, frequency = self._columns(values, torch.float32)
-        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
-        x = x - (counts > 0) * presence
-        return x - counts * frequency
+        if any(p.repetition_penalty != 1 for p in params):
+            seen = self._prompt_mask[slots, : x.shape[-1]].logical_or_(generated)
+            x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+        if any(p.presence_penalty for p in params):
+            x = x - generated * presence
+        if any(p.frequency_penalty for p in params):
+            x = x - counts * frequency
+        return x
 
     def _draw(self, x: Tensor, params: Sequence[SamplingParams], draws: Sequence[float], narrow: bool) -> Tensor:
         """Rows x [m, V] of one width -> tokens [m] int64, by inverting the distribution of the ranked candidates."""

@@ -62,12 +62,12 @@ class SlotEngine:
         model: str | Path | Checkpoint | None = None,
         options: EngineOptions | None = None,
         *,
-        kernels: Kernels | None = None,
+        backend: Kernels | None = None,
         **option_values: Any,
     ) -> None:
         """model: folder, GGUF file, hub id, shape name (dummy weights), or None for the embedded model.
 
-        Options come as an `EngineOptions` or by name. kernels: a backend of your own instead of options.kernels.
+        Options come as an `EngineOptions` or by name. backend: kernels of your own instead of those options.kernels names.
         ModelError, OptionError, or MemoryPlanError (before anything is allocated) say what to change.
         """
         if options is not None and option_values:
@@ -80,7 +80,7 @@ class SlotEngine:
         self.checkpoint = model if isinstance(model, Checkpoint) else read_model(model, options.load_format)
         self.config = self.checkpoint.config
         self.has_state = bool(self.config.state_layers)
-        self.kernels = kernels or select_kernels(options.kernels, self.device.type)
+        self.kernels = backend or select_kernels(options.kernels, self.device.type)
         budget = options.memory_limit or available_memory(self.device)
         storage = self.checkpoint.storage
         self.plan: MemoryPlan = plan_memory(self.config, options, budget, self.device.type, storage)

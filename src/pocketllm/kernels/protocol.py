@@ -1,7 +1,8 @@
 """The operations every backend offers, with the contract each must keep. A backend is a module of these functions.
 
-Contract of all of them: a row's result depends on that row's inputs and on the storage of its own slot alone. Optimised
-backends keep it bit for bit; the reference to within float32 rounding of torch's own matrix products.
+Contract of all of them: a row's result depends on that row's inputs and on the storage of its own slot alone, bit for bit.
+(The reference relies on torch for that: the same library call on the same shape gives a row the same result.)
+Matrix products of more than 64 rows, which only prefill has, are kept to within rounding.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Kernels(Protocol):
         """[M, 2I] -> silu(first half) * second half, [M, I]."""
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [M, K] * sigmoid(gate [M, K])."""
+        """x [M, K] * sigmoid(gate), gate [M, K] or [M, 1]."""
 
     def moe(
         self,

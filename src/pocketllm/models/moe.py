@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
@@ -42,5 +41,5 @@ class SparseMoE:
             weights = weights / weights.sum(-1, keepdim=True)
         out = self._tp.all_reduce(self._kernels.moe(x, experts, weights, self.gate_up, self.down))
         if self.shared is not None:
-            out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+            out = out + self._kernels.sigmoid_mul(self.shared(x), self.shared_gate(x))
         return out

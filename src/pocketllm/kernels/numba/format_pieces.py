@@ -19,8 +19,7 @@ from typing import Any, Protocol
 from llvmlite import ir
 from numba import njit
 from numba.core import types
-from numba.core.imputils import lower_constant
-from numba.extending import intrinsic, models, overload, register_jitable, register_model, typeof_impl
+from numba.extending import NativeValue, intrinsic, models, overload, register_jitable, register_model, typeof_impl, unbox
 from torch import Tensor
 
 from pocketllm.kernels.numba.format_simd import load_i64
@@ -129,9 +128,9 @@ def _typeof_core(value: Core, context: object) -> CoreType:
 register_model(CoreType)(models.OpaqueModel)
 
 
-@lower_constant(CoreType)  # type: ignore[untyped-decorator]
-def _constant_core(context: Any, builder: Any, ty: object, value: object) -> Any:
-    return context.get_dummy_value()
+@unbox(CoreType)  # type: ignore[untyped-decorator]
+def _unbox_core(core_type: object, value: object, c: Any) -> Any:
+    return NativeValue(c.context.get_dummy_value())
 
 
 # -- calls, for use inside kernels -----------------------------------------------------------------------------------

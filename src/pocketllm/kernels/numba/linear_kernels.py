@@ -1,8 +1,12 @@
 """A matrix product on all threads: rows of x are prepared once, then each thread takes blocks of 32 outputs.
 
-A block of weights is multiplied with tiles of up to 8 rows: the first tile streams it from memory, further ones find it
-in the L2 cache. A last tile of 1 to 7 rows runs as one of 1, 2, 4 or 8 rows; the rows beyond x are computed from whatever
-the scratch memory holds and not stored, so they need no preparation and touch nothing.
+A block of weights is multiplied with tiles of up to 8 rows: the first tile streams it from memory, further ones find
+it in the L2 cache. A last tile of 1 to 7 rows runs as one of 1, 2, 4 or 8 rows; rows beyond x are copies of the tile's
+first and are not stored.
+
+Tried and dropped (2 cores of a Zen 5 EPYC, 2026-11-29): cutting K so that a tile's x stays in the L1 cache made 8 rows
+twice as slow at 4096 x 4096, because each cut ends the stream of weights that the prefetcher follows. Preparing x by
+rows instead of steps let two threads write the same cache lines: 8 rows x 4864 took 0.2 ms instead of 5 us.
 """
 
 from __future__ import annotations
@@ -12,9 +16,10 @@ from typing import Any
 
 from numba import njit
 
+from pocketllm.kernels.numba.linear_simd import tile_store
 from pocketllm.kernels.numba.linear_tiles import COLUMNS, Scheme, multiply, prepare
 from pocketllm.kernels.numba.runtime import kernel, parallel_for
-from pocketllm.kernels.numba.simd import tile_store, tile_zeros
+from pocketllm.kernels.numba.simd import tile_zeros
 
 TILE_ROWS = 8
 _PREPARE_GRAIN = 8192  # elements of x worth a thread's while

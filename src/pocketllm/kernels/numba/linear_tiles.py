@@ -1,15 +1,15 @@
 """The inner loops of a matrix product: how each weight format is multiplied, and how rows of x are laid out for it.
 
 Weights come packed (`linear_packing`) in blocks of `COLUMNS` = 32 outputs, so that a vector's lanes are outputs: a sum
-over K runs down its own lane from the first k to the last, needs no horizontal adds, and is the same whatever the number
-of rows. Each block is one contiguous stream of *steps* along K, read once for all rows of a tile:
+over K runs down its own lane from the first k to the last, needs no horizontal adds, and is the same whatever the
+number of rows. Each block is one contiguous stream of *steps* along K, read once for all rows of a tile:
 
-    format              K a step    a block's step in memory                        a prepared row's step: words of 4 bytes
-    fp32, fp16          16          16 x 32 float32 / float16                       16 float32
-    bf16                16          8 x 32 pairs of bfloat16                        8 pairs of bfloat16
-    fp8_block           128         32 x 32 x 4 codes, scale, 60 bytes unused       64 pairs of bfloat16
-    w8                  32          8 x 32 x 4 codes, 32 scales                     8 x 4 int8, their scale and sum
-    w4, w4_shifted      32          4 x 32 x 4 pairs of codes, 32 scales (, minima) 8 x 4 int8, their scale and sum
+    format            K a step   a block's step in memory                          a prepared row's step, in words
+    fp32, fp16        16         16 x 32 float32 / float16                         16 float32
+    bf16              16         8 x 32 pairs of bfloat16                          8 pairs of bfloat16
+    fp8_block         128        32 x 32 x 4 codes, scale, 60 bytes unused         64 pairs of bfloat16
+    w8                32         8 x 32 x 4 codes, 32 scales                       8 x 4 int8, their scale and sum
+    w4, w4_shifted    32         4 x 32 x 4 pairs of codes, 32 scales (, minima)   8 x 4 int8, their scale and sum
 
 x is rounded to bfloat16 for bf16 and fp8 weights (as every bf16 engine does), kept in float32 for fp32 and fp16, and
 quantised to int8 with a float32 scale per group of 32 for w8 and w4, as llama.cpp does with a float16 scale; products
@@ -28,27 +28,21 @@ from numba.core import types
 from numba.core.imputils import lower_constant
 from numba.extending import models, overload, register_model, typeof_impl
 
-from pocketllm.kernels.numba.simd import (
-    Target,
+from pocketllm.kernels.numba.linear_simd import (
     e4m3_to_bf16,
-    load_f16x16,
-    load_f32,
-    load_f32x16,
-    load_i32x16,
     nibbles,
     pack_bf16,
     pack_f32,
     pack_i8,
-    splat,
     tile_add_product,
     tile_add_scaled,
     tile_clear,
     tile_dot_bf16,
     tile_dot_u8s8,
-    tile_fma,
     tile_splat_i32,
     tile_zeros_i32,
 )
+from pocketllm.kernels.numba.simd import Target, load_f16x16, load_f32, load_f32x16, load_i32x16, splat, tile_fma
 
 COLUMNS = 32  # outputs in a block: two vectors
 
@@ -87,7 +81,7 @@ _STEPS = {
 }
 
 
-class _SchemeType(types.Type):  # type: ignore[misc]
+class _SchemeType(types.Type):
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
         super().__init__(name=f"Scheme({scheme.name},{','.join(scheme.target.features)})")
@@ -109,7 +103,7 @@ def _constant_scheme(context: Any, builder: Any, ty: object, value: object) -> A
 # -- rows of x -------------------------------------------------------------------------------------------------------
 
 
-def prepare(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+def prepare(scheme: Any, size: Any, x: Any, stride: Any, rows: Any, count: Any, out: Any) -> None:
     """Writes one step of a tile of `size` (a literal: 1, 2, 4 or 8) rows to `out`: for each word, one a row.
 
     x is the address of the step in the first row; `stride` bytes further lies the next row, if there is one (`rows`
@@ -118,7 +112,7 @@ def prepare(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyp
     raise NotImplementedError("for use inside kernels")
 
 
-@overload(prepare, prefer_literal=True)  # type: ignore[untyped-decorator]
+@overload(prepare, prefer_literal=True)
 def _prepare(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
     name, n = scheme.scheme.name, size.literal_value
     shift = {"w8": 128, "w4_shifted": 8}.get(name, 0)
@@ -142,7 +136,7 @@ def _prepare(scheme, size, x, stride, rows, count, out):  # type: ignore[no-unty
 # -- products --------------------------------------------------------------------------------------------------------
 
 
-def multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+def multiply(scheme: Any, acc: Any, w: Any, x: Any, stride: Any, steps: Any) -> Any:
     """acc + the product of the block at address w with the tile of prepared rows at x, over `steps` steps along K.
 
     `stride`: bytes between a row's words, 4 * rows of the tile.
@@ -150,7 +144,7 @@ def multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
     raise NotImplementedError("for use inside kernels")
 
 
-@overload(multiply)  # type: ignore[untyped-decorator]
+@overload(multiply)
 def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
     target = scheme.scheme.target
 

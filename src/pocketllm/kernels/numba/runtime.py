@@ -8,18 +8,20 @@
     def scale(pool, x, rows, width, factor):           # called from Python, with pool = ThreadPool(n).handle
         parallel_for(pool, scale_rows, rows, 16, (x, width, factor))
 
-A job is `items` cut into chunks of `grain`, which threads claim one by one through an atomic ticket. The caller works too
-and never waits for a thread that has claimed nothing, so a worker that sleeps or has lost its core costs speed only.
+A job is `items` cut into chunks of `grain`, which threads claim one by one through an atomic ticket. The caller works
+too and never waits for a thread that claimed nothing, so a worker that sleeps or has lost its core costs speed only.
 Which thread runs a chunk can't matter to a kernel: results are the same for any number of threads.
 
-Idle workers spin for `SPIN_CYCLES` (about 0.1 ms, longer than the gap between two kernels of a decode step), then sleep
-on a POSIX condition variable. A job that finds the pool busy (a second Python thread, or a job inside a job) runs on its
-caller alone.
+Idle workers spin for `SPIN_CYCLES` (about 0.15 ms, longer than the gap between two kernels of a decode step), then
+sleep on a POSIX condition variable. A job that finds the pool busy (a second Python thread, or a job inside a job) runs
+on its caller alone.
 
-Why not `prange`. Measured 2026-11-29, 2 cores of a Zen 5 EPYC, Numba 0.68, one empty job on 2 threads: Numba's workqueue
-layer takes 57 us, its OpenMP layer 1.5 us, this pool {FIGURE}. OpenMP is as fast, but needs a libgomp the wheel does not bring (without
-it Numba falls back to workqueue), cuts the work in fixed halves, so that a core lent to another process stalls every call, and
-spins against torch's own OpenMP pool: keep torch at one thread (`torch.set_num_threads(1)`) beside this pool.
+Why not `prange`. Measured 2026-11-29 on 2 cores of a Zen 5 EPYC with Numba 0.68, an empty job on 2 threads, called from
+Python: Numba's workqueue layer takes 57 us, its OpenMP layer 1.5 us, this pool 0.5 us (2 chunks) to 3.3 us (16 chunks;
+0.2 us of each are the call itself); 2 to 3 us when the worker must be woken. OpenMP would do, but needs a libgomp that
+the wheel does not bring (without it Numba falls back to workqueue), cuts the work in fixed halves, so that a core lent
+to another process stalls every call, and spins against torch's own OpenMP pool. Keep torch at one thread beside this
+pool: `torch.set_num_threads(1)`.
 
 Pool memory, in 64-byte lines so that threads do not share one by accident:
 
@@ -31,8 +33,6 @@ Pool memory, in 64-byte lines so that threads do not share one by accident:
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -44,9 +44,10 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
+from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic
 
-SPIN_CYCLES = 400_000  # about 0.1 ms
+SPIN_CYCLES = 400_000  # about 0.15 ms
 _YIELD_AFTER = 2_000  # polls of a waiting caller before it lends its core to whoever still works
 
 _TICKET, _PENDING, _FUNCTION, _ARGUMENTS, _ITEMS, _GRAIN = 0, 64, 128, 136, 144, 152
@@ -63,7 +64,7 @@ _CHUNK = ir.FunctionType(_VOID, [_I64, _I64, _I64])  # begin, end, address of th
 
 @cache
 def _source_stamp() -> tuple[tuple[str, int, int], ...]:
-    """Changes with any file kernels are made of. Numba's own stamp is the caller's file alone: it would run stale code."""
+    """Changes with any file kernels are made of. Numba's own stamp is of the caller's file alone."""
     package = Path(__file__).parents[2]
     files = [f for part in ("kernels", "cache") for f in (package / part).rglob("*.py")]
     return tuple((str(f.relative_to(package)), (s := f.stat()).st_mtime_ns, s.st_size) for f in sorted(files))
@@ -184,7 +185,7 @@ def _call_chunk(typingctx: Any, function: Any, begin: Any, end: Any, arguments: 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _closure(typingctx: Any, chunk: Any, arguments: Any) -> Any:
-    """(address of a C function `void(begin, end, arguments)` that calls `chunk`, address of `arguments` on the stack)."""
+    """(address of a C function `void(begin, end, arguments)` calling `chunk`, address of `arguments` on the stack)."""
     chunk_args = (types.int64, types.int64, *arguments.types)
     chunk_sig = chunk.get_call_type(typingctx, chunk_args, {})
 
@@ -206,7 +207,7 @@ def _closure(typingctx: Any, chunk: Any, arguments: Any) -> Any:
         pair = [b.ptrtoint(entry, _I64), b.ptrtoint(slot, _I64)]
         return ctx.make_tuple(b, sig.return_type, pair)
 
-    return types.UniTuple(types.int64, 2)(chunk, arguments), codegen
+    return UniTuple(types.int64, 2)(chunk, arguments), codegen
 
 
 # -- the pool --------------------------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def _work(pool):  # type: ignore[no-untyped-def]
         if left == 0:
             return
         if _swap_if(pool + _TICKET, ticket, ticket - 1):
-            # The job can't end before this chunk does, so its description is stable from here on, and only from here on.
+            # The job can't end before this chunk does: its description is stable from here on, and only from here on.
             items, grain = _load(pool + _ITEMS), _load(pool + _GRAIN)
             begin = ((items + grain - 1) // grain - left) * grain
             _call_chunk(_load(pool + _FUNCTION), begin, min(begin + grain, items), _load(pool + _ARGUMENTS))
@@ -278,7 +279,7 @@ def _worker(pool):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, forceinline=True)
 def parallel_for(pool, chunk, items, grain, arguments):  # type: ignore[no-untyped-def]
-    """Calls chunk(begin, end, *arguments) over 0 .. items in pieces of `grain`, on the pool's threads; returns when all ran.
+    """Calls chunk(begin, end, *arguments) over 0 .. items in pieces of `grain` on the pool's threads; waits for all.
 
     For use inside kernels. `chunk` is a `@kernel` that returns nothing, raises nothing and writes only what no other
     chunk touches. With pool 0, or items <= grain, it is one plain call.
@@ -291,7 +292,7 @@ def parallel_for(pool, chunk, items, grain, arguments):  # type: ignore[no-untyp
 
 
 class ThreadPool:
-    """`num_threads - 1` workers beside the calling thread. `handle` (0 without workers) is what kernels take as `pool`."""
+    """`num_threads - 1` workers beside the calling thread. Kernels take `handle` (0 without workers) as `pool`."""
 
     def __init__(self, num_threads: int) -> None:
         if num_threads < 1:

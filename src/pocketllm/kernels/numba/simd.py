@@ -1,9 +1,9 @@
 """512-bit vector operations for Numba kernels, with the instructions that matrix products live on.
 
 Numba has no vector type, so this module adds two: `f32x16` and `i32x16` (a 64-byte load is an `i32x16`; what the bytes
-mean is up to the operation that takes it). Every operation is an `@intrinsic`, usable inside `@njit`; memory is named by
-integer addresses (`tensor.data_ptr()` plus bytes), so that bfloat16 and packed formats, which NumPy does not know, are
-read in place. Loads and stores need no alignment.
+mean is up to the operation that takes it). Every operation is an `@intrinsic`, usable inside `@njit`; memory is named
+by integer addresses (`tensor.data_ptr()` plus bytes), so that bfloat16 and packed formats, which NumPy does not know,
+are read in place. Loads and stores need no alignment.
 
 Operations that some CPUs have an instruction for take a `Target` first: it says which features the kernel is compiled
 for. Without the feature they emit plain LLVM vector code of the same meaning, which LLVM cuts to the machine's width
@@ -16,7 +16,6 @@ tokens. `tile_*` operations are unrolled over it, so one source line serves ever
 from __future__ import annotations
 
 import operator
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.imputils import lower_constant
+from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic, models, overload, register_model, typeof_impl
 
 LANES = 16
@@ -50,7 +50,7 @@ class Target:
         return Target(tuple(name for name in Target.USED if found.get(name)))
 
 
-class _TargetType(types.Type):  # type: ignore[misc]
+class _TargetType(types.Type):
     def __init__(self, features: tuple[str, ...]) -> None:
         self.features = features
         super().__init__(name=f"Target({','.join(features)})")
@@ -72,7 +72,7 @@ def _constant_target(context: Any, builder: Any, ty: object, value: object) -> A
 # -- vector types ----------------------------------------------------------------------------------------------------
 
 
-class _Vector(types.Type):  # type: ignore[misc]
+class _Vector(types.Type):
     def __init__(self, name: str, element: ir.Type) -> None:
         self.llvm = ir.VectorType(element, LANES)
         super().__init__(name=name)
@@ -115,7 +115,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_BF16 = _BFloat()
+bfloat = _BFloat()
 _F16 = ir.HalfType()
 
 
@@ -243,16 +243,6 @@ def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
     return f32x16(f32x16, f32x16, f32x16), lambda ctx, b, sig, a: _fma(b, *a)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def load_f32x16_part(typingctx: Any, address: Any, count: Any) -> Any:
-    """The first `count` of 16 float32 (none if negative), zeros after them; reads nothing beyond."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        return _masked_load(b, a[0], 0, _lanes_below(b, a[1], 0))
-
-    return f32x16(types.int64, types.int64), codegen
-
-
 def _lanes_below(b: ir.IRBuilder, count: ir.Value, start: int) -> ir.Value:
     lanes = ir.Constant(_VI32, list(range(start, start + LANES)))
     return b.icmp_signed("<", lanes, _splat(b, b.trunc(count, _I32)))
@@ -263,282 +253,14 @@ def _masked_load(b: ir.IRBuilder, address: ir.Value, offset: int, mask: ir.Value
     return _call(b, "llvm.masked.load.v16f32.p0", _VF32, args)
 
 
-def _row_addresses(b: ir.IRBuilder, x: ir.Value, stride: ir.Value, rows: ir.Value, count: int) -> list[ir.Value]:
-    """`count` addresses from x, `stride` bytes apart; those of rows that are not there are x itself."""
-    there = [b.icmp_signed("<", ir.Constant(_I64, r), rows) for r in range(count)]
-    return [b.select(t, b.add(x, b.mul(stride, ir.Constant(_I64, r))), x) for r, t in enumerate(there)]
-
-
-def _store_transposed(b: ir.IRBuilder, rows: Sequence[ir.Value], out: ir.Value) -> None:
-    """Writes vectors of n words as n groups of one word a vector."""
-    n = rows[0].type.count
-    joined = _join(b, [b.bitcast(row, _vec(_I32, n)) for row in rows])
-    index = [r * n + i for i in range(n) for r in range(len(rows))]
-    moved = b.shuffle_vector(joined, joined, ir.Constant(_vec(_I32, len(index)), index))
-    b.store(moved, _at(b, out, 0, moved.type), align=1)
-
-
-def _join(b: ir.IRBuilder, parts: Sequence[ir.Value]) -> ir.Value:
-    half = len(parts) // 2
-    return parts[0] if len(parts) == 1 else _concat(b, _join(b, parts[:half]), _join(b, parts[half:]))
-
-
-def _concat(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    return b.shuffle_vector(x, y, ir.Constant(_vec(_I32, 2 * x.type.count), list(range(2 * x.type.count))))
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def pack_f32(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, count: Any, out: Any) -> Any:
-    """A tile's 16 columns of x: the first `count` float32 (zeros after them) of `size` (a literal) rows, word by word.
-
-    Rows lie `stride` bytes apart; only `rows` of them are there, the others are written as the first.
-    """
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        _, x, stride, rows, count, out = a
-        mask = _lanes_below(b, count, 0)
-        addresses = _row_addresses(b, x, stride, rows, size.literal_value)
-        _store_transposed(b, [_masked_load(b, address, 0, mask) for address in addresses], out)
-        return ctx.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(size, i64, i64, i64, i64, i64), codegen
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def pack_bf16(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, count: Any, out: Any) -> Any:
-    """pack_f32, rounded to bfloat16: a word is a pair of neighbours, 8 words a row."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        _, x, stride, rows, count, out = a
-        mask = _lanes_below(b, count, 0)
-        addresses = _row_addresses(b, x, stride, rows, size.literal_value)
-        rounded = [b.fptrunc(_masked_load(b, address, 0, mask), _vec(_BF16)) for address in addresses]
-        _store_transposed(b, [b.bitcast(r, _vec(_I32, 8)) for r in rounded], out)
-        return ctx.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(size, i64, i64, i64, i64, i64), codegen
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def pack_i8(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, shift: Any, out: Any) -> Any:
-    """32 columns of `size` (a literal) rows of x quantised to int8: 8 words of 4, a scale and a sum a row, word by word.
-
-    scale = max |x| / 127 (NaN if an x is); the sum is float32 scale * sum(int8) where `shift` (a literal) is 0, else
-    int32 -shift * sum(int8). Rows as in pack_f32.
-    """
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        _, x, stride, rows, _, out = a
-        count, off = size.literal_value, shift.literal_value
-        wide, wide_int = _vec(_F32, 32), _vec(_I32, 32)
-        codes, scales, sums = [], [], []
-        for address in _row_addresses(b, x, stride, rows, count):
-            values = _load(b, address, wide)
-            bits = b.and_(b.bitcast(values, wide_int), ir.Constant(wide_int, [0x7FFFFFFF] * 32))
-            amax = b.bitcast(_call(b, "llvm.vector.reduce.umax.v32i32", _I32, [bits]), _F32)
-            scale = b.fdiv(amax, ir.Constant(_F32, 127.0))
-            nonzero = b.fcmp_unordered("une", amax, ir.Constant(_F32, 0.0))
-            inverse = b.select(nonzero, b.fdiv(ir.Constant(_F32, 127.0), amax), ir.Constant(_F32, 0.0))
-            scaled = b.fmul(values, _splat(b, inverse, 32))
-            # Adding 1.5 * 2**23 rounds to the nearest whole number and leaves it in the low bits.
-            magic = b.bitcast(b.fadd(scaled, ir.Constant(wide, [12582912.0] * 32)), wide_int)
-            ints = b.sub(magic, ir.Constant(wide_int, [0x4B400000] * 32))
-            total = _call(b, "llvm.vector.reduce.add.v32i32", _I32, [ints])
-            codes.append(b.bitcast(b.trunc(ints, _vec(_I8, 32)), _vec(_I32, 8)))
-            scales.append(scale)
-            weighted = b.bitcast(b.fmul(scale, b.sitofp(total, _F32)), _I32)
-            sums.append(b.mul(total, ir.Constant(_I32, -off)) if off else weighted)
-        _store_transposed(b, codes, out)
-        for r in range(count):
-            b.store(scales[r], _at(b, out, 32 * count + 4 * r, _F32), align=1)
-            b.store(sums[r], _at(b, out, 36 * count + 4 * r, _I32), align=1)
-        return ctx.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(size, i64, i64, i64, shift, i64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def nibbles(typingctx: Any, w: Any) -> Any:
-    """(low, high) 4 bits of each of 64 bytes, as unsigned bytes."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        mask = ir.Constant(_VI32, [0x0F0F0F0F] * LANES)
-        high = b.lshr(a[0], ir.Constant(_VI32, [4] * LANES))
-        return _pack(b, [b.and_(a[0], mask), b.and_(high, mask)])
-
-    return types.UniTuple(i32x16, 2)(i32x16), codegen
-
-
-def _e4m3_as_bf16(code: int) -> int:
-    """The bfloat16 bits of a float8 e4m3fn code without its sign, 0 .. 127 (every one is a normal bfloat16 or 0)."""
-    exponent, fraction = code >> 3, code & 7
-    if code == 127:
-        return 0x7FC0  # NaN
-    value = (8 + fraction) * 2.0 ** (exponent - 10) if exponent else fraction * 2.0**-9
-    return int.from_bytes(struct.pack(">f", value)[:2], "big")
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def e4m3_to_bf16(typingctx: Any, target: Any, w: Any) -> Any:
-    """64 float8 e4m3fn -> two vectors of bfloat16 pairs. In each 16 bytes, the first 8 go to the first vector."""
-    native = "avx512vbmi" in target.features
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        codes = b.bitcast(a[1], _vec(_I8, 64))
-        order = [16 * q + i for q in range(4) for i in range(8)]
-        if native:  # two look-ups in tables of 128 bytes; the instruction ignores the sign bit
-            table = [_e4m3_as_bf16(code) for code in range(128)]
-
-            def look_up(part: list[int]) -> Any:
-                tables = [ir.Constant(_vec(_I8, 64), part[i : i + 64]) for i in (0, 64)]
-                args = [tables[0], codes, tables[1]]
-                return _call(b, "llvm.x86.avx512.vpermi2var.qi.512", _vec(_I8, 64), args)
-
-            low = look_up([t & 255 for t in table])
-            sign = b.and_(codes, ir.Constant(_vec(_I8, 64), [128] * 64))
-            high = b.or_(look_up([t >> 8 for t in table]), sign)
-            both = [[j for i in order for j in (i + 8 * half, i + 8 * half + 64)] for half in (0, 1)]
-            parts = [b.shuffle_vector(low, high, ir.Constant(_vec(_I32, 64), index)) for index in both]
-        else:  # the code's exponent and fraction, moved to float32's place, are the value times 2**-120
-            wide = b.zext(codes, _vec(_I32, 64))
-            sign = b.shl(b.lshr(wide, ir.Constant(wide.type, [7] * 64)), ir.Constant(wide.type, [31] * 64))
-            rest = b.and_(wide, ir.Constant(wide.type, [127] * 64))
-            bits = b.or_(sign, b.shl(rest, ir.Constant(wide.type, [20] * 64)))
-            value = b.fmul(b.bitcast(bits, _vec(_F32, 64)), ir.Constant(_vec(_F32, 64), [2.0**120] * 64))
-            nan = b.icmp_unsigned("==", rest, ir.Constant(wide.type, [127] * 64))
-            value = b.select(nan, ir.Constant(_vec(_F32, 64), [float("nan")] * 64), value)
-            bf16 = b.trunc(b.lshr(b.bitcast(value, wide.type), ir.Constant(wide.type, [16] * 64)), _vec(_I16, 64))
-            parts = [
-                b.shuffle_vector(bf16, bf16, ir.Constant(_vec(_I32, 32), [i + 8 * half for i in order]))
-                for half in (0, 1)
-            ]
-        return _pack(b, [b.bitcast(p, _VI32) for p in parts])
-
-    return types.UniTuple(i32x16, 2)(target, i32x16), codegen
-
-
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def tile_zeros(typingctx: Any, count: Any) -> Any:
     """A float32 tile of `count` (a literal) vectors of zeros."""
-    ty = types.UniTuple(f32x16, count.literal_value)
+    ty = UniTuple(f32x16, count.literal_value)
     return ty(count), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_dot_bf16(typingctx: Any, target: Any, acc: Any, w: Any, x: Any) -> Any:
-    """acc[r, l] += w[l][lane, 0] * x[r][0] + w[l][lane, 1] * x[r][1]: pairs of bfloat16; x the address of one pair a row."""
-    rows, native = acc.count // w.count, "avx512bf16" in target.features
-
-    def halves(b: Any, v: Any) -> tuple[Any, Any]:
-        low = b.shl(v, ir.Constant(_VI32, [16] * LANES))
-        high = b.and_(v, ir.Constant(_VI32, [-65536] * LANES))
-        return b.bitcast(low, _VF32), b.bitcast(high, _VF32)
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        _, accs, ws, address = a
-        out, weights = _unpack(b, accs, acc), _unpack(b, ws, w)
-        pairs = _vec(_BF16, 2 * LANES)
-        for r in range(rows):
-            xr = _splat(b, _load(b, address, _I32, 4 * r))
-            for l, wl in enumerate(weights):
-                i = r * w.count + l
-                if native:
-                    args = [out[i], b.bitcast(wl, pairs), b.bitcast(xr, pairs)]
-                    out[i] = _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", _VF32, args)
-                else:
-                    (w0, w1), (x0, x1) = halves(b, wl), halves(b, xr)
-                    out[i] = _fma(b, w1, x1, _fma(b, w0, x0, out[i]))
-        return _pack(b, out)
-
-    return acc(target, acc, w, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_dot_u8s8(typingctx: Any, target: Any, acc: Any, w: Any, x: Any) -> Any:
-    """acc[r, l] += sum over 4 of w[l][lane, i] * x[r][i], exact in int32: w unsigned, x signed bytes."""
-    rows, native = acc.count // w.count, "avx512vnni" in target.features
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        _, accs, ws, address = a
-        out, weights = _unpack(b, accs, acc), _unpack(b, ws, w)
-        quads = _vec(_I8, 4 * LANES) if llvm.llvm_version_info[0] >= 21 else _VI32
-
-        def byte(v: Any, i: int, signed: bool) -> Any:
-            moved = b.shl(v, ir.Constant(_VI32, [24 - 8 * i] * LANES))
-            return (b.ashr if signed else b.lshr)(moved, ir.Constant(_VI32, [24] * LANES))
-
-        for r in range(rows):
-            xr = _splat(b, _load(b, address, _I32, 4 * r))
-            for l, wl in enumerate(weights):
-                i = r * w.count + l
-                if native:
-                    args = [out[i], b.bitcast(wl, quads), b.bitcast(xr, quads)]
-                    out[i] = _call(b, "llvm.x86.avx512.vpdpbusd.512", _VI32, args)
-                else:
-                    for j in range(4):
-                        out[i] = b.add(out[i], b.mul(byte(wl, j, False), byte(xr, j, True)))
-        return _pack(b, out)
-
-    return acc(target, acc, w, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_splat_i32(typingctx: Any, like: Any, w: Any, x: Any) -> Any:
-    """An int32 tile of the size of `like` (lanes as in w), whose row r holds the int32 at x + 4 r."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        values = [_splat(b, _load(b, a[2], _I32, 4 * r)) for r in range(like.count // w.count)]
-        return _pack(b, [v for v in values for _ in range(w.count)])
-
-    return types.UniTuple(i32x16, like.count)(like, w, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_zeros_i32(typingctx: Any, like: Any) -> Any:
-    """An int32 tile of zeros of the size of `like`."""
-    ty = types.UniTuple(i32x16, like.count)
-    return ty(like), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_clear(typingctx: Any, like: Any) -> Any:
-    """A float32 tile of zeros of the size of `like`."""
-    ty = types.UniTuple(f32x16, like.count)
-    return ty(like), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_add_product(typingctx: Any, acc: Any, part: Any, factor: Any) -> Any:
-    """acc + part * factor, tile by tile; factor is one vector."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        pairs = zip(_unpack(b, a[0], acc), _unpack(b, a[1], part), strict=True)
-        return _pack(b, [_fma(b, p, a[2], s) for s, p in pairs])
-
-    return acc(acc, part, f32x16), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_add_scaled(typingctx: Any, acc: Any, product: Any, scale: Any, x: Any) -> Any:
-    """acc[r, l] += (float32(product[r, l]) * scale[l]) * x[r]; x the address of one float32 a row."""
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        accs, products, scales, address = a
-        out, ints, s = _unpack(b, accs, acc), _unpack(b, products, product), _unpack(b, scales, scale)
-        for r in range(acc.count // scale.count):
-            xr = _splat(b, _load(b, address, _F32, 4 * r))
-            for l in range(scale.count):
-                i = r * scale.count + l
-                out[i] = _fma(b, b.fmul(b.sitofp(ints[i], _VF32), s[l]), xr, out[i])
-        return _pack(b, out)
-
-    return acc(acc, product, scale, types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -554,36 +276,3 @@ def tile_fma(typingctx: Any, acc: Any, w: Any, x: Any) -> Any:
         return _pack(b, out)
 
     return acc(acc, w, types.int64), codegen
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def tile_store(typingctx: Any, acc: Any, lanes: Any, y: Any, stride: Any, rows: Any, columns: Any, bias: Any) -> Any:
-    """Writes rows x columns of the tile (`lanes`, a literal, vectors a row) to y, rows `stride` bytes apart.
-
-    `bias` is the address of `columns` float32 to add, or 0.
-    """
-    num_lanes = lanes.literal_value
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        accs, _, y, stride, rows, columns, bias = a
-        values = _unpack(b, accs, acc)
-        has_bias = b.icmp_signed("!=", bias, ir.Constant(_I64, 0))
-        readable = b.select(has_bias, bias, y)  # a masked load from address 0 is harmless, but takes 0.1 us
-        for l in range(num_lanes):
-            mask = _lanes_below(b, columns, l * LANES)
-            added = _masked_load(b, readable, 64 * l, b.and_(mask, _splat(b, has_bias)))
-            out = y
-            for r in range(acc.count // num_lanes):
-                with b.if_then(b.icmp_signed("<", ir.Constant(_I64, r), rows)):
-                    args = [
-                        b.fadd(values[r * num_lanes + l], added),
-                        _at(b, out, 64 * l, _VF32),
-                        ir.Constant(_I32, 1),
-                        mask,
-                    ]
-                    _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), args)
-                out = b.add(out, stride)
-        return ctx.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(acc, lanes, i64, i64, i64, i64, i64), codegen

@@ -53,8 +53,10 @@ def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int) 
 
 def attend(kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor, scale: float, mask: AttentionMask) -> Tensor:
     out = torch.empty_like(q)
+    q_len = q.shape[1]
     for i, (slot, kv_len) in enumerate(zip(slot_ids.tolist(), kv_lens.tolist(), strict=True)):
-        out[i] = _attend_slot(kv, q[i], slot, kv_len, scale, mask)
+        for j in range(q_len):  # one query at a time: a verified token is computed exactly like a decoded one
+            out[i, j : j + 1] = _attend_slot(kv, q[i, j : j + 1], slot, kv_len - q_len + j + 1, scale, mask)
     return out
 
 

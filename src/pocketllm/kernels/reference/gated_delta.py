@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pocketllm.kernels.reference.rowwise import sigmoid
 from pocketllm.kernels.types import GatedDeltaWeights, LayerState
 
 CHUNK = 64  # tokens per chunk; chunks end on multiples of this from the start of the sequence
@@ -58,7 +59,7 @@ def gated_delta_decode(
     state.conv[slots] = window[:, 1:].transpose(1, 2)
     q, k, v = _split_heads(_conv(window, weights)[:, 0], weights)
     g, beta = _gates(a, b, weights)
-    decayed, d, o = _delta_step(state.recurrent[slots], q, k, v, g.exp(), beta)
+    decayed, d, o = _delta_step(state.recurrent[slots], q, k, v, _exp(g), beta)
     state.recurrent[slots] = decayed + k.unsqueeze(-1) * d.unsqueeze(-2)
     return _gated_norm(o, z, weights)
 
@@ -81,9 +82,10 @@ def gated_delta_verify(
     recurrent, outputs = state.recurrent[slots], []
     state.journal_x[slots, :q_len] = x
     state.journal_k[slots, :q_len] = k[:, :, :: k.shape[2] // weights.num_key_heads]
-    state.journal_g[slots, :q_len] = g.exp()
+    decay = _exp(g)
+    state.journal_g[slots, :q_len] = decay
     for j in range(q_len):
-        decayed, d, o = _delta_step(recurrent, q[:, j], k[:, j], v[:, j], g[:, j].exp(), beta[:, j])
+        decayed, d, o = _delta_step(recurrent, q[:, j], k[:, j], v[:, j], decay[:, j], beta[:, j])
         recurrent = decayed + k[:, j].unsqueeze(-1) * d.unsqueeze(-2)
         state.journal_d[slots, j] = d
         outputs.append(o)
@@ -156,8 +158,13 @@ def _split_heads(x: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor,
 
 
 def _gates(a: Tensor, b: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
-    """a, b [T, Hv] -> log decay g <= 0 and write strength beta in (0, 1), float32."""
-    return -weights.a_log.exp() * F.softplus(a.float() + weights.dt_bias), torch.sigmoid(b.float())
+    """a, b [T, Hv] -> log decay g <= 0 and write strength beta in (0, 1), float32 (see `sigmoid` for the float64)."""
+    g = -weights.a_log.double().exp() * F.softplus(a.double() + weights.dt_bias)
+    return g.float(), sigmoid(b)
+
+
+def _exp(x: Tensor) -> Tensor:
+    return x.double().exp().float()
 
 
 def _gated_norm(o: Tensor, z: Tensor, weights: GatedDeltaWeights) -> Tensor:

@@ -16,10 +16,18 @@ def pack_weight(weight: LinearWeight) -> LinearWeight:
     return weight
 
 
+SMALL_BATCH = 64  # rows up to which a row's result does not depend on the number of rows
+BLOCK = 8
+
+
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     matrix = weight.format.decode(weight.tensors).to(x.dtype)  # no copy if stored in the compute type
     bias = weight.bias.to(x.dtype) if weight.bias is not None else None
-    return F.linear(x, matrix, bias)
+    if len(x) > SMALL_BATCH:
+        return F.linear(x, matrix, bias)
+    # The library's product sums in an order that depends on the number of rows: always give it the same number.
+    padded = F.pad(x, (0, 0, 0, -len(x) % BLOCK))
+    return torch.cat([F.linear(block, matrix, bias) for block in padded.split(BLOCK)])[: len(x)]
 
 
 def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:

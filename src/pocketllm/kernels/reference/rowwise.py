@@ -37,4 +37,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    return x * torch.sigmoid(gate)
+    return x * sigmoid(gate).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Computed in float64, returned in float32.
+
+    torch computes the last few elements of a tensor with another exp than the rest; in float64 that difference is gone
+    once rounded, so an element's result does not depend on its place.
+    """
+    return torch.sigmoid(x.double()).float()
