@@ -113,7 +113,9 @@ def test_fp8_folder_matches_its_dequantised_weights(kind: str, tmp_path: Path) -
     check_greedy(engine, oracle, ids[:40])
 
 
-@pytest.mark.parametrize(("kind", "stored"), [("llama", "F32"), ("llama", "Q8_0"), ("qwen2", "Q4_0"), ("qwen3", "Q4_1")])
+@pytest.mark.parametrize(
+    ("kind", "stored"), [("llama", "F32"), ("llama", "Q8_0"), ("qwen2", "Q4_0"), ("qwen3", "Q4_1")]
+)
 def test_gguf_matches_its_dequantised_weights(kind: str, stored: str, tmp_path: Path) -> None:
     path, oracle = tiny_models.make_gguf(kind, tmp_path, type=stored)
     engine = Engine(path, max_batch_size=2, max_context=256, page_size=16, max_draft_tokens=3)
@@ -158,9 +160,11 @@ def smollm_oracle(path: Path) -> LlamaForCausalLM:
                 data = data.view(-1, 32, 2, 576).transpose(1, 2).reshape(data.shape)
             weights[f"model.layers.{layer}.{names[name]}.weight"] = data
         else:
-            weights[{"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
-                tensor.name
-            ]] = data
+            weights[
+                {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
+                    tensor.name
+                ]
+            ] = data
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)

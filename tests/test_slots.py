@@ -39,9 +39,7 @@ def alone(slots: SlotEngine, ids: list[int], steps: int) -> list[Tensor]:
 
 @each_backend
 @each_case
-def test_a_slot_in_a_batch_equals_the_slot_alone(
-    kind: str, kv: str, layout: str, backend: str, tmp_path: Path
-) -> None:
+def test_a_slot_in_a_batch_equals_the_slot_alone(kind: str, kv: str, layout: str, backend: str, tmp_path: Path) -> None:
     slots = engine(kind, tmp_path, kv_cache_dtype=kv, kv_layout=layout, kernels=backend)
     sequences = [prompt(length, seed) for seed, length in enumerate((70, 9, 133, 40))]
     want = [alone(slots, ids, 5) for ids in sequences]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, normalizers, pre_tokenizers
 
 from pocketllm.errors import ModelError, RequestError
-from pocketllm.text.gguf_metadata import read_gguf_metadata
 from pocketllm.text.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_from_metadata
 from pocketllm.text.tokenizer import Tokenizer, load_tokenizer
+from pocketllm.weights.gguf_file import GgufFile
 
 HARD_TEXTS = [
     "",
@@ -299,7 +299,7 @@ def test_other_places_are_refused(tmp_path):
 def test_gguf_metadata_agrees_with_the_gguf_package(embedded_model):
     import gguf
 
-    ours = read_gguf_metadata(embedded_model)
+    ours = GgufFile(embedded_model).metadata
     theirs = gguf.GGUFReader(embedded_model).fields
     assert set(ours) == {name for name in theirs if not name.startswith("GGUF.")}
     for name, value in ours.items():
@@ -311,11 +311,11 @@ def test_broken_gguf_files_are_refused(tmp_path, embedded_model):
     path = tmp_path / "m.gguf"
     head = embedded_model.read_bytes()[:100_000]
     for data, message in [
-        (b"", "empty"),
-        (b"GGML" + head[4:], "does not begin with 'GGUF'"),
+        (b"", "can't be read as a GGUF file"),
+        (b"GGML" + head[4:], "does not start with 'GGUF'"),
         (b"GGUF" + struct.pack("<I", 1) + head[8:], "version 1"),
-        (head, "cut off or corrupt"),
-        (head[:30], "cut off or corrupt"),
+        (head, "damaged or cut short"),
+        (head[:30], "damaged or cut short"),
     ]:
         path.write_bytes(data)
         with pytest.raises(ModelError, match=message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,9 @@ class LLM:
         options = options or EngineOptions.of(**option_values)
         checkpoint = model if isinstance(model, Checkpoint) else read_model(model, options.load_format)
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.path) if checkpoint.path is not None else None
+        if self.tokenizer is not None:  # a GGUF file names one end token; its vocabulary may hold the family's second
+            ends = dict.fromkeys((*checkpoint.config.eos_token_ids, *self.tokenizer.eos_ids))
+            checkpoint = replace(checkpoint, config=replace(checkpoint.config, eos_token_ids=tuple(ends)))
         self._template: ChatTemplate | None = None
         self.engine = Engine(
             checkpoint, options, vocab_limit=self.tokenizer.vocab_size if self.tokenizer is not None else None

@@ -37,5 +37,5 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def set_threads(threads: int) -> None:
-    """Threads of torch's own operators. Process-wide, as torch has it."""
+    """Threads of torch's own operators, when called from this thread (OpenMP keeps the number per calling thread)."""
     torch.set_num_threads(threads)

@@ -41,7 +41,7 @@ class MemoryPlan:
     kv: KVCacheShape
     state: StateShape
     max_context: int  # tokens one slot may hold
-    weights: int
+    weights: int  # and copies of the K biases, where the KV format leaves them to attention
     tables: int  # cos and sin of the rotary embedding
     sampler: int
     logits: int  # [rows, vocabulary] float32 of the largest pass
@@ -104,7 +104,7 @@ class _Planner:
         policy = Policy(options.quantization, self.dtype)
         source = PlannedSource(storage or ConfigStorage(config), policy, tied_head=config.tie_word_embeddings)
         try:
-            QwenModel(
+            model = QwenModel(
                 config,
                 self.tp,
                 self.kernels,
@@ -112,10 +112,12 @@ class _Planner:
                 max_context=1,
                 dtype=self.dtype,
                 device=torch.device("meta"),
+                drop_key_bias=True,
             )
         except ValueError as error:
             raise OptionError(f"tensor_parallel = {options.tensor_parallel}: {error}") from error
         self.weights = source.nbytes
+        self.key_biases = sum(bias.bias.nbytes for bias in model.key_biases() if bias is not None)
         self.runtime = CUDA_RUNTIME if device_type == "cuda" else 0
 
     def plan(self, slots: int, pages: int, max_pages: int, fmt: KVFormat, notes: tuple[str, ...] = ()) -> MemoryPlan:
@@ -141,7 +143,7 @@ class _Planner:
             ),
             state=self._state_shape(slots),
             max_context=context,
-            weights=self.weights,
+            weights=self.weights + (self.key_biases if fmt.drops_key_bias else 0),
             tables=RotaryEmbedding.planned_nbytes(config.rope, context),
             sampler=sum(s.nbytes for s in Sampler.specs(slots, config.vocab_size)),
             logits=max(rows, 1) * vocab * 4,

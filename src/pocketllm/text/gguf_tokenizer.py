@@ -16,8 +16,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from pocketllm.errors import ModelError
-from pocketllm.text.gguf_metadata import read_gguf_metadata
 from pocketllm.text.tokenizer_data import TokenizerData
+from pocketllm.weights.gguf_file import GgufFile
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 
@@ -65,7 +65,7 @@ _END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>")
 
 def load_gguf_tokenizer(path: Path) -> TokenizerData:
     """Read the tokenizer of a GGUF file. ModelError if it is no byte-level BPE, is incomplete or can't be rebuilt."""
-    return tokenizer_from_metadata(read_gguf_metadata(path))
+    return tokenizer_from_metadata(GgufFile(path).metadata)
 
 
 def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> TokenizerData:

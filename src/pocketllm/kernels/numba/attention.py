@@ -12,11 +12,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pocketllm.kernels.numba import runtime
 from pocketllm.kernels.numba.attention_kernels import PREFILL_ROWS, attend_kernel, prefill_kernel
 from pocketllm.kernels.numba.attention_storage import append_kernel, dequantize_kernel
 from pocketllm.kernels.numba.attention_tiles import MAX_ROWS, SPLIT
 from pocketllm.kernels.numba.format_pieces import Core, NumbaCodec
+from pocketllm.kernels.numba.threads import pool_handle
 from pocketllm.kernels.types import AttentionMask, KVCodec, LayerKV
 
 _NO_BIAS = (0, 0, 0, 0)
@@ -60,7 +60,7 @@ def append(kv: LayerKV, k: Tensor, v: Tensor, token_slots: Tensor, positions: Te
     (k, k_at), (v, v_at) = _token_rows(k), _token_rows(v)
     token_slots, positions = token_slots.to(torch.int32).contiguous(), positions.to(torch.int64).contiguous()
     append_kernel(
-        runtime.pool_handle(), core, _cache(kv), k_at, v_at, token_slots.data_ptr(), positions.data_ptr(), len(k), signs
+        pool_handle(), core, _cache(kv), k_at, v_at, token_slots.data_ptr(), positions.data_ptr(), len(k), signs
     )
 
 
@@ -69,7 +69,7 @@ def dequantize(kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
     k = torch.empty(kv_len, kv.planes[0].shape[2], kv.head_dim)
     v = torch.empty_like(k)
     dequantize_kernel(
-        runtime.pool_handle(), core, _cache(kv), _bias(kv), slot_id, kv_len, k.data_ptr(), v.data_ptr(), signs
+        pool_handle(), core, _cache(kv), _bias(kv), slot_id, kv_len, k.data_ptr(), v.data_ptr(), signs
     )
     return k, v
 
@@ -84,9 +84,7 @@ def attend(kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor, scale: flo
     out = torch.empty_like(x)
     slot_ids, kv_lens = slot_ids.to(torch.int32).contiguous(), kv_lens.to(torch.int32).contiguous()
     batch = (x.data_ptr(), out.data_ptr(), slot_ids.data_ptr(), 0, kv_lens.data_ptr(), n, q_len, num_heads)
-    attend_kernel(
-        runtime.pool_handle(), core, where, _bias(kv), batch, (mask.window, mask.sinks), scale, signs
-    )
+    attend_kernel(pool_handle(), core, where, _bias(kv), batch, (mask.window, mask.sinks), scale, signs)
     return out.to(q.dtype)
 
 
@@ -109,9 +107,7 @@ def prefill(
         x.data_ptr(), out.data_ptr(), slot_ids.data_ptr(), bounds.data_ptr(), kv_lens.data_ptr(), len(slot_ids), 0,
         num_heads,
     )  # fmt: skip
-    prefill_kernel(
-        runtime.pool_handle(), core, _cache(kv), _bias(kv), batch, (mask.window, mask.sinks), scale, signs
-    )
+    prefill_kernel(pool_handle(), core, _cache(kv), _bias(kv), batch, (mask.window, mask.sinks), scale, signs)
     return out.to(q.dtype)
 
 

@@ -76,7 +76,9 @@ def prepare_queries(core, q, stride_head, group, stride_query, count, scale, sig
 
 
 @njit
-def _run_split(core, cache, table, bias, head, blocks, start, first_row, num_rows, last_query, group, mask, memory, layout):  # type: ignore[no-untyped-def]
+def _run_split(
+    core, cache, table, bias, head, blocks, start, first_row, num_rows, last_query, group, mask, memory, layout
+):  # type: ignore[no-untyped-def]
     """Result of tokens start .. start + SPLIT - 1 of a slot for `num_rows` rows from `first_row` on."""
     dim, tile, rows = head_dim(core), tile_tokens(core), tile_rows(core)
     window, sinks = mask
@@ -91,9 +93,7 @@ def _run_split(core, cache, table, bias, head, blocks, start, first_row, num_row
         count = min(tile, last_query + 1 - at)
         load_tile(core, cache[0], table, cache[4], cache[3], head, at, count, bias, memory, layout)
         for block in range(blocks):
-            attend_tile(
-                core, cache[0], width, block, at, count, first_row, last_query, group, mask, memory, layout
-            )
+            attend_tile(core, cache[0], width, block, at, count, first_row, last_query, group, mask, memory, layout)
 
 
 @njit

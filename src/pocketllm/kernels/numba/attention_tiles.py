@@ -13,11 +13,11 @@ Float32 scratch memory, offsets in elements (`scratch_layout`), for `blocks` blo
 
     queries   [blocks, width, rows]  rotated and scaled; width = D + bias width: see `prepare_queries`
     split     [blocks * rows, D + 32]  output of the current split, its 16 partial sums, its largest score
-    k         [width, tile]          K of a tile as columns, below it the cosines and sines of its positions, and ones
+    k         [D, tile]              K of a tile as columns
     rows      [16, D]                K of 16 tokens as stored, on their way there
     v         [tile, D]              V of a tile, if `core.shared`
     scales    [2, tile]              K scales, V scales
-    p         [rows, tile]           scores, then weights
+    p         [rows, tile]           scores, then weights times V scales
     index     [tile] int64           the tokens' rows in the planes
     small     [2, 16]                per row: factor for what is there, reference
 """
@@ -164,7 +164,7 @@ def scratch_layout(core, blocks, bias_width):  # type: ignore[no-untyped-def]
     dim, tile, rows = head_dim(core), tile_tokens(core), tile_rows(core)
     split = blocks * (dim + bias_width) * rows
     k = split + blocks * rows * (dim + 32)
-    stored = k + (dim + bias_width) * tile
+    stored = k + dim * tile
     v = stored + 16 * dim
     scales = v + (tile * dim if is_shared(core) else 0)
     p = scales + 2 * tile
@@ -174,11 +174,11 @@ def scratch_layout(core, blocks, bias_width):  # type: ignore[no-untyped-def]
 
 
 @njit
-def load_tile(core, planes, table, kv_heads, page_shift, head, start, count, bias, memory, layout):  # type: ignore[no-untyped-def]
+def load_tile(core, planes, table, kv_heads, page_shift, head, start, count, memory, layout):  # type: ignore[no-untyped-def]
     """Decodes K (as columns), scales and, if `core.shared`, V of tokens start .. start + count - 1 into scratch memory.
 
-    table: address of the slot's row of the block table; bias: see `attention_kernels`. Nothing beyond the last token is
-    read from the planes; what stands in the columns beyond it means nothing.
+    table: address of the slot's row of the block table. Nothing beyond the last token is read from the planes; what
+    stands in the columns beyond it means nothing.
     """
     dim, tile = head_dim(core), tile_tokens(core)
     k, stored, v = memory + 4 * layout[1], memory + 4 * layout[2], memory + 4 * layout[3]
@@ -201,45 +201,33 @@ def load_tile(core, planes, table, kv_heads, page_shift, head, start, count, bia
                     store_f32x16(v + 4 * ((first + t) * dim + i), load_v(core, row, i))
         for i in range(0, dim, 16):
             transpose_16x16(stored + 4 * i, 4 * dim, k + 4 * (i * tile + first), 4 * tile)
-        if bias[0] != 0:
-            half = bias[3]
-            _angles(bias[1], position, some, half, k + 4 * (dim * tile + first), 4 * tile)
-            _angles(bias[2], position, some, half, k + 4 * ((dim + half) * tile + first), 4 * tile)
-            store_f32x16(k + 4 * ((dim + 2 * half) * tile + first), splat(1.0))
 
 
 @njit
-def _angles(table, position, some, half, out, stride):  # type: ignore[no-untyped-def]
-    """Rows position .. position + some - 1 of a cosine or sine table [*, half] as columns."""
-    if half % 16 == 0 and some == 16:
-        for i in range(0, half, 16):
-            transpose_16x16(table + 4 * (position * half + i), 4 * half, out + i * stride, stride)
-    else:
-        for t in range(some):
-            for i in range(half):
-                store_f32(out + i * stride + 4 * t, load_f32(table + 4 * ((position + t) * half + i)))
-
-
-@njit
-def _scores(core, queries, width, memory, layout):  # type: ignore[no-untyped-def]
+def _scores(core, queries, start, count, bias, memory, layout):  # type: ignore[no-untyped-def]
     """p = (q . k) * k scale + the key bias's part, for one block of rows and a tile of tokens."""
     dim, tile, rows = head_dim(core), tile_tokens(core), tile_rows(core)
     k, scales, p = memory + 4 * layout[1], memory + 4 * layout[4], memory + 4 * layout[5]
-    for t in range(0, tile, 32):
+    rotary = 2 * bias[2]
+    for t in range(0, count, 32):
         acc = _score_zeros(core)
         at = k + 4 * t
         for d in range(dim):
             acc = tile_fma(acc, (load_f32x16(at), load_f32x16(at + 64)), queries + 4 * d * rows)
             at += 4 * tile
         acc = _score_scale(acc, load_f32x16(scales + 4 * t), load_f32x16(scales + 4 * t + 64))
-        for d in range(dim, width):
-            acc = tile_fma(acc, (load_f32x16(at), load_f32x16(at + 64)), queries + 4 * d * rows)
-            at += 4 * tile
+        if bias[0] != 0:
+            at = bias[1] + 4 * (start + t) * rotary
+            for d in range(dim, dim + rotary):
+                acc = tile_fma(acc, (load_f32x16(at), load_f32x16(at + 64 * rotary)), queries + 4 * d * rows)
+                at += 64
+            one = splat(1.0)
+            acc = tile_fma(acc, (one, one), queries + 4 * (dim + rotary) * rows)
         _score_store(acc, p + 4 * t, 4 * tile)
 
 
 @njit
-def attend_tile(core, planes, width, block, start, count, first_row, last_query, group, mask, memory, layout):  # type: ignore[no-untyped-def]
+def attend_tile(core, planes, width, block, start, count, first_row, last_query, group, mask, bias, memory, layout):  # type: ignore[no-untyped-def]
     """Adds a tile to the split's result of one block of rows.
 
     Rows are numbered (position of the query) * group + head in the group; `first_row` is that of block 0's first one.
@@ -251,13 +239,14 @@ def attend_tile(core, planes, width, block, start, count, first_row, last_query,
     references = factors + 64
     stride = dim + 32
     split = memory + 4 * (layout[0] + block * rows * stride)
-    _scores(core, memory + 4 * block * width * rows, width, memory, layout)
+    _scores(core, memory + 4 * block * width * rows, start, count, bias, memory, layout)
+    span = (count + 31) // 32 * 32
     row = first_row + block * rows
     masked = mask[0] > 0 or start + tile - 1 > row // group
     for r in range(rows):
         largest = splat(np.float32(_NEVER))
         query = min((row + r) // group, last_query)
-        for t in range(0, tile, 16):
+        for t in range(0, span, 16):
             at = p + 4 * (r * tile + t)
             s = load_f32x16(at)
             if masked:
@@ -274,7 +263,7 @@ def attend_tile(core, planes, width, block, start, count, first_row, last_query,
     for r in range(rows):
         reference = splat(load_f32(references + 4 * r))
         total = load_f32x16(split + 4 * (r * stride + dim)) * splat(load_f32(factors + 4 * r))
-        for t in range(0, tile, 16):
+        for t in range(0, span, 16):
             at = p + 4 * (r * tile + t)
             weight = exp(load_f32x16(at) - reference)
             total = total + weight

@@ -19,7 +19,16 @@ from typing import Any, Protocol
 from llvmlite import ir
 from numba import njit
 from numba.core import types
-from numba.extending import NativeValue, intrinsic, models, overload, register_jitable, register_model, typeof_impl, unbox
+from numba.extending import (
+    NativeValue,
+    intrinsic,
+    models,
+    overload,
+    register_jitable,
+    register_model,
+    typeof_impl,
+    unbox,
+)
 from torch import Tensor
 
 from pocketllm.kernels.numba.format_simd import load_i64

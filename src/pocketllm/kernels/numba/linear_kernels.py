@@ -22,6 +22,7 @@ from pocketllm.kernels.numba.runtime import kernel, parallel_for
 from pocketllm.kernels.numba.simd import tile_zeros
 
 TILE_ROWS = 8
+_GROUP_ROWS = 256  # rows that go through all blocks of a thread before the next: their x must stay in the L3 cache
 _PREPARE_GRAIN = 8192  # elements of x worth a thread's while
 _CHUNKS = 16  # pieces the outputs are cut into: small enough to even out, large enough to keep the prefetcher streaming
 
@@ -55,27 +56,29 @@ def _prepare_steps(begin, end, scheme, x, rows, k, steps, step, row_bytes, out):
 
 @kernel
 def _blocks(begin, end, scheme, x, rows, w, n, steps, step_bytes, row_bytes, bias, y):  # type: ignore[no-untyped-def]
-    for block in range(begin, end):
-        column = block * COLUMNS
-        at = w + block * steps * step_bytes
-        added = bias + column * 4 if bias != 0 else 0
-        for first in range(0, rows, TILE_ROWS):
-            here = x + first * steps * row_bytes
-            to = y + (first * n + column) * 4
-            left = rows - first
-            tile_rows = _tile_rows(left)
-            if tile_rows == 8:
-                tile8 = multiply(scheme, tile_zeros(16), at, here, 32, steps)
-                tile_store(tile8, 2, to, n * 4, left, n - column, added)
-            elif tile_rows == 4:
-                tile4 = multiply(scheme, tile_zeros(8), at, here, 16, steps)
-                tile_store(tile4, 2, to, n * 4, left, n - column, added)
-            elif tile_rows == 2:
-                tile2 = multiply(scheme, tile_zeros(4), at, here, 8, steps)
-                tile_store(tile2, 2, to, n * 4, left, n - column, added)
-            else:
-                tile1 = multiply(scheme, tile_zeros(2), at, here, 4, steps)
-                tile_store(tile1, 2, to, n * 4, left, n - column, added)
+    for group in range(0, rows, _GROUP_ROWS):
+        group_end = min(group + _GROUP_ROWS, rows)
+        for block in range(begin, end):
+            column = block * COLUMNS
+            at = w + block * steps * step_bytes
+            added = bias + column * 4 if bias != 0 else 0
+            for first in range(group, group_end, TILE_ROWS):
+                here = x + first * steps * row_bytes
+                to = y + (first * n + column) * 4
+                left = rows - first
+                tile_rows = _tile_rows(left)
+                if tile_rows == 8:
+                    tile8 = multiply(scheme, tile_zeros(16), at, here, 32, steps)
+                    tile_store(tile8, 2, to, n * 4, left, n - column, added)
+                elif tile_rows == 4:
+                    tile4 = multiply(scheme, tile_zeros(8), at, here, 16, steps)
+                    tile_store(tile4, 2, to, n * 4, left, n - column, added)
+                elif tile_rows == 2:
+                    tile2 = multiply(scheme, tile_zeros(4), at, here, 8, steps)
+                    tile_store(tile2, 2, to, n * 4, left, n - column, added)
+                else:
+                    tile1 = multiply(scheme, tile_zeros(2), at, here, 4, steps)
+                    tile_store(tile1, 2, to, n * 4, left, n - column, added)
 
 
 @cache

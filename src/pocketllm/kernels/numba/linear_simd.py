@@ -37,6 +37,8 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 _VF32, _VI32 = f32x16.llvm, i32x16.llvm
 
+PREFETCH_BYTES = 8192  # how far ahead of the weights in use
+
 
 # -- rows of x -------------------------------------------------------------------------------------------------------
 
@@ -139,6 +141,24 @@ def pack_i8(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, shift: An
 
 
 # -- decoding weights ------------------------------------------------------------------------------------------------
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def load_pair(typingctx: Any, acc: Any, min_tile: Any, address: Any) -> Any:
+    """128 bytes of weights as two i32x16. For tiles `acc` of at least `min_tile` (a literal) vectors, prefetches too.
+
+    The CPU's own prefetcher stops at each page, and starts too late when many dot products stand between two loads.
+    """
+    wanted = acc.count >= min_tile.literal_value
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        for line in (0, 64) if wanted else ():
+            ahead = _at(b, a[2], PREFETCH_BYTES + line, _I8)
+            args = [ahead, *(ir.Constant(_I32, flag) for flag in (0, 3, 1))]  # to read, into all caches, data
+            _call(b, "llvm.prefetch.p0", ir.VoidType(), args)
+        return _pack(b, [_load(b, a[2], _VI32, line) for line in (0, 64)])
+
+    return UniTuple(i32x16, 2)(acc, min_tile, types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -30,6 +30,7 @@ from numba.extending import models, overload, register_model, typeof_impl
 
 from pocketllm.kernels.numba.linear_simd import (
     e4m3_to_bf16,
+    load_pair,
     nibbles,
     pack_bf16,
     pack_f32,
@@ -42,9 +43,12 @@ from pocketllm.kernels.numba.linear_simd import (
     tile_splat_i32,
     tile_zeros_i32,
 )
-from pocketllm.kernels.numba.simd import Target, load_f16x16, load_f32, load_f32x16, load_i32x16, splat, tile_fma
+from pocketllm.kernels.numba.simd import Target, load_f16x16, load_f32, load_f32x16, splat, tile_fma
 
 COLUMNS = 32  # outputs in a block: two vectors
+# Vectors of a tile (2 a row) from which on weights are prefetched. Measured on one core, 8 rows take 0.85 of the time,
+# of w4 0.6 to 0.85; 1 row would lose 10%, and so would 4 rows of w8.
+_PREFETCHED, _PREFETCHED_W8 = 8, 16
 
 
 @dataclass(frozen=True)
@@ -167,8 +171,7 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
     def bf16(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
         for _ in range(steps):
             for i in range(8):
-                pairs = load_i32x16(w + i * 128), load_i32x16(w + i * 128 + 64)
-                acc = tile_dot_bf16(target, acc, pairs, x + i * stride)
+                acc = tile_dot_bf16(target, acc, load_pair(acc, _PREFETCHED, w + i * 128), x + i * stride)
             w += 1024
             x += 8 * stride
         return acc
@@ -177,8 +180,9 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
         for _ in range(steps):
             part = tile_clear(acc)
             for i in range(32):
-                a, b = e4m3_to_bf16(target, load_i32x16(w + i * 128))
-                c, d = e4m3_to_bf16(target, load_i32x16(w + i * 128 + 64))
+                left, right = load_pair(acc, _PREFETCHED, w + i * 128)
+                a, b = e4m3_to_bf16(target, left)
+                c, d = e4m3_to_bf16(target, right)
                 part = tile_dot_bf16(target, part, (a, c), x + 2 * i * stride)
                 part = tile_dot_bf16(target, part, (b, d), x + (2 * i + 1) * stride)
             acc = tile_add_product(acc, part, splat(load_f32(w + 4096)))
@@ -191,7 +195,7 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
             scales = load_f16x16(w + 1024), load_f16x16(w + 1056)
             dots = tile_splat_i32(acc, scales, x + 9 * stride)
             for i in range(8):
-                codes = load_i32x16(w + i * 128), load_i32x16(w + i * 128 + 64)
+                codes = load_pair(acc, _PREFETCHED_W8, w + i * 128)
                 dots = tile_dot_u8s8(target, dots, codes, x + i * stride)
             acc = tile_add_scaled(acc, dots, scales, x + 8 * stride)
             w += 1088
@@ -202,8 +206,9 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
         for _ in range(steps):
             dots = tile_zeros_i32(acc)
             for i in range(4):
-                low0, high0 = nibbles(load_i32x16(w + i * 128))
-                low1, high1 = nibbles(load_i32x16(w + i * 128 + 64))
+                left, right = load_pair(acc, _PREFETCHED, w + i * 128)
+                low0, high0 = nibbles(left)
+                low1, high1 = nibbles(right)
                 dots = tile_dot_u8s8(target, dots, (low0, low1), x + i * stride)
                 dots = tile_dot_u8s8(target, dots, (high0, high1), x + (i + 4) * stride)
             acc = tile_add_scaled(acc, dots, (load_f16x16(w + 512), load_f16x16(w + 544)), x + 8 * stride)
@@ -217,8 +222,9 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
             scales = load_f16x16(w + 512), load_f16x16(w + 544)
             dots = tile_splat_i32(acc, scales, x + 9 * stride)
             for i in range(4):
-                low0, high0 = nibbles(load_i32x16(w + i * 128))
-                low1, high1 = nibbles(load_i32x16(w + i * 128 + 64))
+                left, right = load_pair(acc, _PREFETCHED, w + i * 128)
+                low0, high0 = nibbles(left)
+                low1, high1 = nibbles(right)
                 dots = tile_dot_u8s8(target, dots, (low0, low1), x + i * stride)
                 dots = tile_dot_u8s8(target, dots, (high0, high1), x + (i + 4) * stride)
             acc = tile_add_scaled(acc, dots, scales, x + 8 * stride)

@@ -44,7 +44,6 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import njit
 from numba.core import cgutils, types
-from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic
 
 SPIN_CYCLES = 400_000  # about 0.15 ms
@@ -73,7 +72,8 @@ def _source_stamp() -> tuple[tuple[str, int, int], ...]:
 def kernel(function: Callable[..., Any]) -> Any:
     """`@njit` as all kernels here use it: without the GIL, cached on disk, IEEE arithmetic, no division checks."""
     dispatcher = njit(nogil=True, cache=True, error_model="numpy")(function)
-    dispatcher._cache._cache_file._source_stamp = _source_stamp()
+    index = dispatcher._cache._cache_file
+    index._source_stamp = (index._source_stamp, _source_stamp())
     return dispatcher
 
 
@@ -183,33 +183,6 @@ def _call_chunk(typingctx: Any, function: Any, begin: Any, end: Any, arguments: 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _closure(typingctx: Any, chunk: Any, arguments: Any) -> Any:
-    """(address of a C function `void(begin, end, arguments)` calling `chunk`, address of `arguments` on the stack)."""
-    chunk_args = (types.int64, types.int64, *arguments.types)
-    chunk_sig = chunk.get_call_type(typingctx, chunk_args, {})
-
-    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
-        entry = ir.Function(b.module, _CHUNK, name=b.module.get_unique_name("chunk"))
-        entry.linkage = "internal"
-        inner = ir.IRBuilder(entry.append_basic_block())
-        begin, end, address = entry.args
-        tuple_type = ctx.get_value_type(arguments)
-        packed = inner.load(inner.inttoptr(address, ir.PointerType(tuple_type)))
-        values = [inner.extract_value(packed, i) for i in range(len(arguments.types))]
-        compiled = chunk.dispatcher.get_compile_result(chunk_sig)
-        ctx.add_linking_libs((compiled.library,))
-        callee = ctx.declare_function(b.module, compiled.fndesc)
-        ctx.call_conv.call_function(inner, callee, chunk_sig.return_type, chunk_sig.args, [begin, end, *values])
-        inner.ret_void()
-
-        slot = cgutils.alloca_once_value(b, a[1])
-        pair = [b.ptrtoint(entry, _I64), b.ptrtoint(slot, _I64)]
-        return ctx.make_tuple(b, sig.return_type, pair)
-
-    return UniTuple(types.int64, 2)(chunk, arguments), codegen
-
-
 # -- the pool --------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +204,7 @@ def _work(pool):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _run(pool, function, arguments, items, grain):  # type: ignore[no-untyped-def]
-    if items <= grain or not _swap_if(pool + _BUSY, 0, 1):
+    if pool == 0 or items <= grain or not _swap_if(pool + _BUSY, 0, 1):
         if items > 0:
             _call_chunk(function, 0, items, arguments)
         return
@@ -277,18 +250,43 @@ def _worker(pool):  # type: ignore[no-untyped-def]
             start = _cycles()
 
 
-@njit(nogil=True, forceinline=True)
-def parallel_for(pool, chunk, items, grain, arguments):  # type: ignore[no-untyped-def]
+@intrinsic  # type: ignore[untyped-decorator]
+def parallel_for(typingctx: Any, pool: Any, chunk: Any, items: Any, grain: Any, arguments: Any) -> Any:
     """Calls chunk(begin, end, *arguments) over 0 .. items in pieces of `grain` on the pool's threads; waits for all.
 
     For use inside kernels. `chunk` is a `@kernel` that returns nothing, raises nothing and writes only what no other
     chunk touches. With pool 0, or items <= grain, it is one plain call.
     """
-    function, address = _closure(chunk, arguments)
-    if pool == 0:
-        _call_chunk(function, 0, items, address)
-    else:
-        _run(pool, function, address, items, grain)
+    chunk_sig = chunk.get_call_type(typingctx, (types.int64, types.int64, *arguments.types), {})
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        pool, _, items, grain, values = a
+        entry = _chunk_entry(ctx, b, chunk.dispatcher, chunk_sig, arguments)
+        packed = cgutils.alloca_once_value(b, values)
+        args = [pool, b.ptrtoint(entry, _I64), b.ptrtoint(packed, _I64), items, grain]
+        return ctx.compile_internal(b, _call_run, types.void(*(types.int64,) * 5), args)
+
+    return types.void(types.int64, chunk, types.int64, types.int64, arguments), codegen
+
+
+def _chunk_entry(ctx: Any, b: ir.IRBuilder, dispatcher: Any, sig: Any, arguments: Any) -> ir.Function:
+    """A C function `void(begin, end, address of the arguments' tuple)` in b's module that calls the compiled chunk."""
+    entry = ir.Function(b.module, _CHUNK, name=b.module.get_unique_name("chunk"))
+    entry.linkage = "internal"
+    inner = ir.IRBuilder(entry.append_basic_block())
+    begin, end, address = entry.args
+    packed = inner.load(inner.inttoptr(address, ir.PointerType(ctx.get_value_type(arguments))))
+    values = [inner.extract_value(packed, i) for i in range(len(arguments.types))]
+    compiled = dispatcher.get_compile_result(sig)
+    ctx.add_linking_libs((compiled.library,))
+    callee = ctx.declare_function(b.module, compiled.fndesc)
+    ctx.call_conv.call_function(inner, callee, sig.return_type, sig.args, [begin, end, *values])
+    inner.ret_void()
+    return entry
+
+
+def _call_run(pool, function, arguments, items, grain):  # type: ignore[no-untyped-def]
+    _run(pool, function, arguments, items, grain)
 
 
 class ThreadPool:

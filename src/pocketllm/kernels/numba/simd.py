@@ -125,6 +125,8 @@ def _vec(element: ir.Type, count: int = LANES) -> ir.VectorType:
 
 def _at(builder: ir.IRBuilder, address: ir.Value, offset: int, pointee: ir.Type) -> ir.Value:
     """A pointer to address + offset bytes."""
+    # LLVM may rewrite address a + i as "pointer i plus a"; inlined where i is 0, that is null, and "never happens".
+    set.add(builder.function.attributes, "null_pointer_is_valid")  # past llvmlite's list of the attributes it knows
     base = builder.inttoptr(address, ir.PointerType(_I8))
     moved = builder.gep(base, [ir.Constant(_I64, offset)]) if offset else base
     return builder.bitcast(moved, ir.PointerType(pointee))
@@ -181,12 +183,6 @@ def store_f32(typingctx: Any, address: Any, value: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def load_f32x16(typingctx: Any, address: Any) -> Any:
     return f32x16(types.int64), lambda ctx, b, sig, a: _load(b, a[0], _VF32)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def load_i32x16(typingctx: Any, address: Any) -> Any:
-    """64 bytes, whatever they hold."""
-    return i32x16(types.int64), lambda ctx, b, sig, a: _load(b, a[0], _VI32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -13,7 +13,20 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from pocketllm.kernels.numba.simd import _at, _call, _fma, _load, _splat, _vec, f32x16, load_f32x16, splat, store_f32x16
+from pocketllm.kernels.numba.simd import (
+    _at,
+    _call,
+    _fma,
+    _lanes_below,
+    _load,
+    _masked_load,
+    _splat,
+    _vec,
+    f32x16,
+    load_f32x16,
+    splat,
+    store_f32x16,
+)
 
 LANES = 16
 _F32, _I32 = ir.FloatType(), ir.IntType(32)
@@ -86,6 +99,29 @@ def sigmoid(x):  # type: ignore[no-untyped-def]
 @njit(forceinline=True)
 def silu(x):  # type: ignore[no-untyped-def]
     return x * sigmoid(x)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_f32x16_part(typingctx: Any, address: Any, count: Any) -> Any:
+    """The first `count` of 16 float32, zeros after them; reads nothing beyond."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        return _masked_load(b, a[0], 0, _lanes_below(b, a[1], 0))
+
+    return f32x16(types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_f32x16_part(typingctx: Any, address: Any, value: Any, count: Any) -> Any:
+    """Writes the first `count` of 16 float32."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        mask = _lanes_below(b, a[2], 0)
+        pointer = _at(b, a[0], 0, _VF32)
+        _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), [a[1], pointer, ir.Constant(_I32, 1), mask])
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, f32x16, types.int64), codegen
 
 
 # -- across lanes ----------------------------------------------------------------------------------------------------

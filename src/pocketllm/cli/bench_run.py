@@ -1,0 +1,200 @@
+"""What `pocketllm bench` measures, and how it counts the bytes of a step."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from pocketllm.engine.device import pick_device
+from pocketllm.engine.engine import Engine
+from pocketllm.engine.slot_engine import SlotRequest
+from pocketllm.kernels import select_kernels
+from pocketllm.models.moe import SparseMoE
+from pocketllm.models.registry import read_model
+from pocketllm.options import EngineOptions, SamplingParams
+
+_WARM_UP = 3  # steps before the clock starts: compilation, first touches
+_FILL_SECONDS = 10.0  # a context that takes longer to compute is filled with random values, if fill is auto
+_PROBE_BYTES = 256 << 20  # well beyond any cache
+
+
+@dataclass(frozen=True)
+class Row:
+    slots: int
+    context: int  # tokens in each slot before the first measured step
+    kv: str
+    filled: str  # prefill: the context was computed; random: its cache holds random values
+    step_ms: float  # median
+    tok_s: float  # all slots together
+    prefill_tok_s: float
+    bytes_per_step: int
+    share_of_bandwidth: float
+
+
+class Bench:
+    def __init__(self, model: str | None, options: EngineOptions, *, steps: int, prompt: int, fill: str) -> None:
+        """fill: auto, prefill or random, see `Row.filled`."""
+        self._checkpoint = read_model(model, options.load_format)
+        self._options, self._steps, self._prompt, self._fill = options, steps, prompt, fill
+        self._device = pick_device(options.device)
+        self._kernels = select_kernels(options.kernels, self._device.type)
+        torch.set_num_threads(options.num_threads())
+        self._bandwidth = read_bandwidth(self._device)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "model": self._checkpoint.name,
+            "kernels": self._kernels.name,
+            "device": str(self._device),
+            "threads": self._options.num_threads(),
+            "bandwidth": self._bandwidth,
+            "steps": self._steps,
+            "prompt": self._prompt,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+    def row(self, slots: int, context: int, kv_cache_dtype: str) -> Row:
+        """Builds an engine of just this size and measures it."""
+        generated = 1 + _WARM_UP + self._steps + 1  # one more than measured: no request ends on the clock
+        options = replace(
+            self._options,
+            max_batch_size=slots,
+            max_context=max(context + 1 + generated, self._prompt + 1),
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        engine = Engine(self._checkpoint, options)
+        try:
+            return self._measure(engine, context, SamplingParams(max_tokens=generated, ignore_eos=True))
+        finally:
+            del engine
+            gc.collect()  # the next row's plan counts on this memory
+
+    def _measure(self, engine: Engine, context: int, params: SamplingParams) -> Row:
+        prefill_tok_s = self._prefill_rate(engine)
+        held = [engine.acquire_slot(engine.plan.max_context) for _ in range(engine.plan.kv.num_slots)]
+        slow = len(held) * context / prefill_tok_s > _FILL_SECONDS
+        filled = ("random" if slow else "prefill") if self._fill == "auto" else self._fill
+        prompts = {slot: random_tokens(engine, context + 1, slot) for slot in held}
+        (fill_by_prefill if filled == "prefill" else fill_randomly)(engine, {s: p[:-1] for s, p in prompts.items()})
+        for slot, prompt in prompts.items():
+            engine.add_request(prompt, params, slot=slot)
+        for _ in range(1 + _WARM_UP):  # the first step computes each prompt's last token, the rest decode
+            self._step(engine)
+        start = engine.scheduler.running[held[0]].num_computed
+        times = [self._step(engine) for _ in range(self._steps)]
+        seconds = statistics.median(times)
+        read = bytes_per_step(engine, start + (self._steps + 1) / 2)
+        return Row(
+            slots=len(held),
+            context=context,
+            kv=engine.plan.kv.kv_format.name,
+            filled=filled,
+            step_ms=round(seconds * 1e3, 4),
+            tok_s=round(len(held) / seconds, 2),
+            prefill_tok_s=round(prefill_tok_s, 2),
+            bytes_per_step=read,
+            share_of_bandwidth=round(read / seconds / self._bandwidth, 4),
+        )
+
+    def _prefill_rate(self, engine: Engine) -> float:
+        """Prompt tokens per second of one prompt, to its first new token."""
+        for length in (min(self._prompt, 64), self._prompt):  # the first one warms up
+            engine.add_request(random_tokens(engine, length, 0), SamplingParams(max_tokens=1))
+            seconds = 0.0
+            while engine.has_work:
+                seconds += self._step(engine)
+        return self._prompt / seconds
+
+    def _step(self, engine: Engine) -> float:
+        """One engine step; its seconds. Raises the error of any request."""
+        start = time.perf_counter()
+        outputs = engine.step()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return seconds
+
+
+def random_tokens(engine: Engine, count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, engine.config.vocab_size, (count,), generator=generator).tolist()
+    return ids
+
+
+def fill_by_prefill(engine: Engine, tokens: dict[int, list[int]]) -> None:
+    """Compute each acquired slot's tokens, in chunks as the scheduler would."""
+    chunk = engine.options.prefill_chunk
+    for slot, ids in tokens.items():
+        for start in range(0, len(ids), chunk):
+            (result,) = engine.batch_prefill([SlotRequest(slot, ids[start : start + chunk])])
+            if result.error is not None:
+                raise result.error
+
+
+def fill_randomly(engine: Engine, tokens: dict[int, list[int]]) -> None:
+    """Make acquired slots hold these tokens without computing them: their K, V and state are random values.
+
+    Every page is really written (memory that never was is not read from the memory chips), and the time of a step does
+    not depend on the values.
+    """
+    for slot, ids in tokens.items():
+        engine.slots.prepare_write(slot, len(ids))
+    engine.runner.apply(*engine.slots.take_changes())
+    shape, generator = engine.plan.kv, torch.Generator().manual_seed(0)
+    rows = torch.randn(2, shape.page_size, shape.num_kv_heads, shape.head_dim, generator=generator).to(engine.device)
+    page = shape.kv_format.encode(rows[0], rows[1])
+    for kv in engine.runner.kv.layers:
+        for plane, values in zip(kv.planes, page, strict=True):
+            plane.copy_(values)
+    for state in engine.runner.state.layers:
+        state.conv.normal_(std=0.1)
+        state.recurrent.normal_(std=0.1)
+    for slot, ids in tokens.items():
+        engine.slots.kv_lens[slot] = len(ids)
+        engine.slots.token_ids[slot] = list(ids)
+
+
+def bytes_per_step(engine: Engine, context: float) -> int:
+    """Bytes that a decode step of all slots reads (recurrent state: also writes), each slot seeing `context` tokens."""
+    plan, options, model = engine.plan, engine.options, engine.runner.model
+    slots, vocabulary = plan.kv.num_slots, model.vocabulary
+    weights = plan.weights
+    if not engine.config.tie_word_embeddings:
+        weights -= vocabulary.table.nbytes
+    weights += slots * vocabulary.table.nbytes // vocabulary.table.shape[0]
+    for block in model.blocks:
+        if isinstance(block.feed_forward, SparseMoE) and engine.config.moe is not None:
+            experts = [*zip(block.feed_forward.gate_up, block.feed_forward.down, strict=True)]
+            idle = max(len(experts) - slots * engine.config.moe.top_k, 0)
+            weights -= idle * sum(weight.nbytes for weight in experts[0])
+    if options.attention_window:
+        context = min(context, options.attention_window + options.attention_sinks)
+    kv = slots * context * plan.kv.page_nbytes / plan.kv.page_size
+    conv, recurrent = plan.state.layer_specs()[:2]  # each with a spare slot's row
+    state = plan.state.num_layers * (conv.nbytes + recurrent.nbytes) * slots / (slots + 1)
+    return round(weights + kv + 2 * state)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second: of a sum over a large tensor on a CPU, with the engine's threads; of a copy on a GPU."""
+    source = torch.ones(_PROBE_BYTES // 4, device=device)
+    target = torch.empty_like(source) if device.type == "cuda" else None
+    best = float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        if target is not None:
+            target.copy_(source)
+            torch.cuda.synchronize()
+        else:
+            source.sum()
+        best = min(best, time.perf_counter() - start)
+    return _PROBE_BYTES * (1 if target is None else 2) / best

@@ -1,0 +1,96 @@
+"""`LLM` on the embedded model: texts in, texts out, errors per prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pocketllm import LLM, SamplingParams
+from pocketllm.errors import RequestError
+
+pytestmark = pytest.mark.real_model
+
+
+@pytest.fixture(scope="module")
+def llm(embedded_model: Path) -> LLM:
+    return LLM(embedded_model, max_batch_size=4, max_context=512)
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_the_model_answers(llm: LLM) -> None:
+    (answer,) = llm.chat(ask("What is the capital of France? Answer in one short sentence."))
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"
+    assert answer.error is None
+    assert "<|im_end|>" not in answer.text
+
+
+def test_a_batch_keeps_its_order_and_its_errors_apart(llm: LLM) -> None:
+    prompts = ["The sea is", [1, 2, 99999], "x " * 600, "One, two, three,", ""]
+    answers = llm.generate(prompts, SamplingParams(max_tokens=8))
+    assert [a.index for a in answers] == [0, 1, 2, 3, 4]
+    assert [a.error is None for a in answers] == [True, False, False, True, False]
+    assert "99999" in str(answers[1].error)
+    assert "a slot holds 512" in str(answers[2].error)
+    assert len(answers[0].token_ids) == len(answers[3].token_ids) == 8
+    again = llm.generate("One, two, three,", SamplingParams(max_tokens=8))
+    assert again[0].text == answers[3].text
+    assert " four" in answers[3].text
+
+
+def test_streamed_pieces_make_the_text(llm: LLM) -> None:
+    pieces: dict[int, str] = {0: "", 1: ""}
+    last = {}
+    for delta in llm.stream(["Once upon a time", "Colours: red, green,"], SamplingParams(max_tokens=12)):
+        pieces[delta.generation.index] += delta.text
+        last[delta.generation.index] = delta.generation
+    assert {i: g.text for i, g in last.items()} == pieces
+    assert llm.tokenizer is not None
+    assert all(llm.tokenizer.decode(g.token_ids) == g.text for g in last.values())
+
+
+def test_stop_strings_end_the_engine_s_work_too(llm: LLM) -> None:
+    whole = llm.generate("Count: 1, 2, 3, 4,", SamplingParams(max_tokens=40))[0]
+    assert " 7" in whole.text
+    stopped = llm.generate("Count: 1, 2, 3, 4,", SamplingParams(max_tokens=40, stop=(" 7",)))[0]
+    assert stopped.text == whole.text[: whole.text.index(" 7")]
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.token_ids) < len(whole.token_ids)
+    assert llm.engine.slots.num_free == 4
+
+
+def test_leaving_a_stream_early_frees_its_slots(llm: LLM) -> None:
+    for _ in llm.stream(["a", "b", "c"], SamplingParams(max_tokens=100)):
+        break
+    assert llm.engine.slots.num_free == 4
+    assert not llm.engine.has_work
+
+
+def test_sampling_with_a_seed_repeats_and_logprobs_come_along(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=7, logprobs=3)
+    first, second = llm.generate(["Write a poem:", "Write a poem:"], params)
+    assert first.token_ids == second.token_ids
+    other = llm.generate("Write a poem:", SamplingParams(max_tokens=10, temperature=1.0, seed=8))[0]
+    assert other.token_ids != first.token_ids
+    assert len(first.logprobs) == 10
+    assert all(len(step.top) == 3 and step.chosen <= step.top[0][1] + 1e-6 for step in first.logprobs)
+
+
+def test_slots_held_by_others_are_said_to_be(llm: LLM) -> None:
+    held = [llm.engine.acquire_slot(16) for _ in range(4)]
+    with pytest.raises(RequestError, match="all slots are held by their callers"):
+        llm.generate("hello")
+    for slot in held:
+        llm.engine.release_slot(slot)
+    assert llm.generate("hello", SamplingParams(max_tokens=2))[0].error is None
+
+
+def test_wrong_calls_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 prompts but 1"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(RequestError):
+        llm.chat([{"role": "user"}])

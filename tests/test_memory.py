@@ -1,0 +1,203 @@
+"""Promise 2: the plan is what is allocated, two slots take twice the KV of one, and nothing grows with use."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from engines import engine, feed, prompt
+from torch import Tensor
+
+from pocketllm import Engine, EngineOptions, SamplingParams, plan_memory
+from pocketllm.cache.formats import KV_FORMATS
+from pocketllm.engine.memory_plan import check_fits, context_table
+from pocketllm.errors import MemoryPlanError, OptionError
+from pocketllm.models.registry import config_from_shape
+from pocketllm.options import parse_bytes
+
+KINDS = ("qwen2", "qwen3_moe", "qwen3_5")
+GIB = 1 << 30
+
+
+def tensors_below(root: object) -> dict[int, Tensor]:
+    """Every tensor reachable from an object of this package, by storage address."""
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            if item.device.type != "meta" and item.numel():
+                found[item.untyped_storage().data_ptr()] = item
+        elif isinstance(item, dict):
+            todo += item.values()
+        elif isinstance(item, list | tuple):
+            todo += item
+        elif type(item).__module__.startswith("pocketllm") and hasattr(item, "__dict__"):
+            todo += vars(item).values()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+@pytest.mark.parametrize("kv", KV_FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_allocated_is_the_plan_to_the_byte(kind: str, kv: str, layout: str, tmp_path: Path) -> None:
+    running = engine(
+        kind, tmp_path, kv_cache_dtype=kv, kv_layout=layout, max_draft_tokens=2, num_snapshots=3, kernels="reference"
+    )
+    plan, runner = running.plan, running.runner
+    assert runner.kv.nbytes == plan.kv.nbytes
+    assert runner.state.nbytes == plan.state.nbytes
+    assert running.sampler.nbytes == plan.sampler
+    assert runner.model.rope.nbytes == plan.tables
+    held = [tensors_below(runner.model), tensors_below(runner.kv), tensors_below(runner.state.layers)]
+    held += [tensors_below(runner.state._snapshots), tensors_below(running.sampler)]
+    everything = {address: t for part in held for address, t in part.items()}
+    assert sum(t.untyped_storage().nbytes() for t in everything.values()) == plan.resident
+
+
+@pytest.mark.parametrize("kv", KV_FORMATS)
+def test_two_slots_take_twice_the_kv_of_one(kv: str) -> None:
+    config = config_from_shape("qwen3.8-27b-fp8")
+
+    def kv_bytes(slots: int) -> int:
+        options = EngineOptions(max_batch_size=slots, max_context=65536, kv_cache_dtype=kv)
+        plan = plan_memory(config, options, None)
+        return plan.kv.num_pages * plan.kv.page_nbytes
+
+    assert kv_bytes(2) == 2 * kv_bytes(1)
+    per_token = 16 * 4 * KV_FORMATS[kv].bytes_per_token(256)  # layers x KV heads
+    assert kv_bytes(1) == 65536 * per_token
+
+
+def test_the_27b_on_two_22_gib_gpus() -> None:
+    """Weights 13.72 GiB a rank; per slot 73.4 MiB of recurrent state and, as K8V4, 784 MiB of KV at 64K."""
+    config = config_from_shape("qwen3.8-27b-fp8")
+    options = EngineOptions(
+        max_batch_size=8, max_context=65536, kv_cache_dtype="turboquant_k8v4", tensor_parallel=2, prefill_chunk=512
+    )
+    plan = plan_memory(config, options, 22 * GIB, "cuda")
+    assert abs(plan.weights / GIB - 13.72) < 0.02
+    assert plan.kv.page_nbytes // plan.kv.page_size == 16 * 2 * 392
+    assert abs(plan.state.nbytes / 9 / 2**20 - 73.4) < 0.1  # 8 slots and the spare one
+    assert plan.fits == (plan.total <= 22 * GIB)
+    table = context_table(config, options, 22 * GIB, "cuda")
+    for row in table.values():
+        contexts = list(row.values())
+        assert contexts == sorted(contexts, reverse=True)
+    assert table["turboquant_k8v4"][4] > 1.2 * table["int8_per_token_head"][4] > 2 * table["fp16"][4]
+
+
+def test_a_plan_that_does_not_fit_names_what_does() -> None:
+    config = config_from_shape("qwen3-8b")
+    options = EngineOptions(max_batch_size=8, max_context=32768)
+    plan = plan_memory(config, options, 24 * GIB, "cuda")
+    assert plan.fits
+    assert plan.kv_tokens < 8 * 32768
+    assert any("pool of" in note for note in plan.notes)
+    fixed = EngineOptions(max_batch_size=8, max_context=32768, kv_layout="slots")
+    plan = plan_memory(config, fixed, 24 * GIB, "cuda")
+    with pytest.raises(MemoryPlanError) as caught:
+        check_fits(plan, config, fixed, "cuda")
+    message = str(caught.value)
+    for setting in ("max_context=", "max_batch_size=", "8 slots of 32768 tokens as bf16 need"):
+        assert setting in message
+    context = int(message.split("max_context=")[1].split()[0])
+    smaller = EngineOptions(max_batch_size=8, max_context=context, kv_layout="slots")
+    assert plan_memory(config, smaller, 24 * GIB, "cuda").fits
+    larger = EngineOptions(max_batch_size=8, max_context=context + 256, kv_layout="slots")
+    assert not plan_memory(config, larger, 24 * GIB, "cuda").fits
+
+
+def test_construction_stops_before_allocating(tmp_path: Path) -> None:
+    tiny_models.make("qwen3", tmp_path)  # builds and keeps the oracle
+    before = live_tensors()
+    with pytest.raises(MemoryPlanError, match="What fits"):
+        engine("qwen3", tmp_path, memory_limit=parse_bytes("12MiB"), max_context=4096, kv_layout="slots")
+    assert live_tensors() <= before + 8  # views of the file, no caches
+
+
+def test_impossible_settings_are_refused_in_words() -> None:
+    config = config_from_shape("qwen3.8-27b-fp8")
+    with pytest.raises(OptionError, match="can't be sharded over 3"):
+        plan_memory(config, EngineOptions(tensor_parallel=3), None)
+    with pytest.raises(OptionError, match="limit is 262144"):
+        plan_memory(config, EngineOptions(max_context=300000), None)
+    with pytest.raises(OptionError, match=r"choose one of auto, .*turboquant_k8v4"):
+        plan_memory(config, EngineOptions(kv_cache_dtype="int3"), None)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_5"])
+def test_nothing_grows_over_1000_requests(kind: str, tmp_path: Path) -> None:
+    """Random lengths, random aborts in every state, slots held by callers in between."""
+    running = engine(kind, tmp_path, max_queue=8, max_context=64, prefill_chunk=64, kernels="reference")
+    choose = random.Random(1)
+    pool = running.slots.pages
+    served, marks = 0, []
+    for count in requests_and_steps(running, choose, total=1050):
+        served = count
+        if count in (200, 1049):
+            marks.append((live_tensors(), resident_bytes()))
+    while running.has_work:
+        running.step()
+    assert served == 1049
+    assert running.slots.num_free == 4
+    assert pool.available == pool.num_pages
+    (tensors_before, rss_before), (tensors_after, rss_after) = marks
+    assert tensors_after <= tensors_before + 4
+    assert rss_after < rss_before + (24 << 20)
+    assert not running._requests
+
+
+def requests_and_steps(running: Engine, choose: random.Random, total: int) -> Iterator[int]:
+    ids: list[str] = []
+    count = 0
+    while count < total:
+        if len(running.scheduler.waiting) < 8:
+            params = SamplingParams(max_tokens=choose.randint(1, 6), temperature=choose.choice([0.0, 1.0]))
+            ids.append(running.add_request(prompt(choose.randint(1, 50), count), params))
+            yield count
+            count += 1
+        if choose.random() < 0.5:
+            running.step()
+        if choose.random() < 0.15:
+            running.end_request(choose.choice(ids[-8:]))
+        if choose.random() < 0.05 and running.slots.num_free:
+            running.release_slot(running.acquire_slot(16))
+
+
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
+def test_a_pass_stays_within_its_planned_workspace(kind: str, tmp_path: Path) -> None:
+    """Peak of all temporary tensors of the largest prefill pass, over a long context, as the allocator saw them."""
+    slots = engine(kind, tmp_path, max_context=4096, prefill_chunk=512, kernels="reference")
+    slot = slots.acquire_slot()
+    feed(slots, {slot: prompt(3000)})
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        feed(slots, {slot: prompt(512)})
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    planned = slots.plan.workspace + slots.plan.logits
+    assert planned / 3 < peak <= planned
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
+
+
+def resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmRSS")
