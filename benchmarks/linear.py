@@ -3,9 +3,9 @@
     python benchmarks/linear.py [--formats bf16,w8,w4] [--rows 1,2,4,8,16,32,64] [--threads N] [--quick] [--json]
 
 For each format, shape and number of rows: microseconds, GB/s of weights read and their share of what a plain read loop
-over 1 GB reaches beside them (measured anew for every shape: a shared machine drifts), GFLOP/s, and how many times
-faster it is than torch's `F.linear` with bfloat16 weights on as many threads. Weights are taken in turn from copies
-that together exceed any cache; times are the best of several passes over them.
+over 1 GB reaches just before (a shared machine drifts), GFLOP/s, and how many times faster it is than torch's
+`F.linear` with bfloat16 weights on as many threads. Weights are taken in turn from copies that together exceed any
+cache; times are the best of several passes over them.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def main() -> None:
         reference = torch_seconds(matrix, rows, threads)
         for format_name in formats:
             weights = copies(backend.pack_weight(encode(FORMATS[format_name], matrix)))
-            read_rate = READ_BYTES / best(lambda: read(pool.handle, big.data_ptr(), READ_BYTES, sink.data_ptr()), 4)
             for m in rows:
+                read_rate = READ_BYTES / best(lambda: read(pool.handle, big.data_ptr(), READ_BYTES, sink.data_ptr()), 3)
                 x = torch.randn(m, k)
                 seconds = in_turn(lambda w, x=x: backend.linear(x, w), weights)
                 rate = weights[0].nbytes / seconds

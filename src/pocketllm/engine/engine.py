@@ -60,6 +60,7 @@ class Engine(SlotEngine):
             max_queue=self.options.max_queue,
             has_state=self.has_state,
         )
+        self.stalled = False  # at the last step requests waited, and none can run until a caller releases a slot
         self._requests: dict[str, Request] = {}  # not finished yet
         self._steps = self._prompt_tokens = self._output_tokens = self._num_requests = 0
 
@@ -106,11 +107,6 @@ class Engine(SlotEngine):
         return self.scheduler.has_work
 
     @property
-    def stalled(self) -> bool:
-        """Requests wait, none runs, and none can be admitted until a caller releases a slot."""
-        return bool(self.scheduler.waiting) and not self.scheduler.running
-
-    @property
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
         return EngineStats(
@@ -125,6 +121,7 @@ class Engine(SlotEngine):
     def step(self) -> list[RequestOutput]:
         """One step for all admitted requests: returns what is new for each that produced a token or ended."""
         plan = self.scheduler.schedule()
+        self.stalled = plan.empty and self.has_work
         if plan.empty:
             return []
         self._steps += 1

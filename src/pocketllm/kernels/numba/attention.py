@@ -6,20 +6,23 @@ the start of the sequence, whatever else the pass contains and however it was cu
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from functools import cache
 from typing import cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pocketllm.kernels.numba.attention_kernels import PREFILL_ROWS, attend_kernel, prefill_kernel
-from pocketllm.kernels.numba.attention_storage import append_kernel, dequantize_kernel
+from pocketllm.kernels.numba.attention_storage import angle_columns, append_kernel, dequantize_kernel
 from pocketllm.kernels.numba.attention_tiles import MAX_ROWS, SPLIT
 from pocketllm.kernels.numba.format_pieces import Core, NumbaCodec
 from pocketllm.kernels.numba.threads import pool_handle
 from pocketllm.kernels.types import AttentionMask, KVCodec, LayerKV
 
-_NO_BIAS = (0, 0, 0, 0)
+_NO_BIAS = (0, 0, 0)
+_angles: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()  # by cosine table, which all layers share
 
 
 @cache
@@ -37,11 +40,14 @@ def _cache(kv: LayerKV) -> tuple[tuple[int, ...], int, int, int, int]:
     return tuple(p.data_ptr() for p in planes), table.data_ptr(), table.shape[1], page_size.bit_length() - 1, kv_heads
 
 
-def _bias(kv: LayerKV) -> tuple[int, int, int, int]:
+def _bias(kv: LayerKV) -> tuple[int, int, int]:
     bias = kv.key_bias
     if bias is None:
         return _NO_BIAS
-    return bias.bias.data_ptr(), bias.cos.data_ptr(), bias.sin.data_ptr(), bias.cos.shape[1]
+    angles = _angles.get(bias.cos)
+    if angles is None:
+        angles = _angles[bias.cos] = angle_columns(bias.cos, bias.sin)
+    return bias.bias.data_ptr(), angles.data_ptr(), bias.cos.shape[1]
 
 
 def _floats(x: Tensor) -> Tensor:
@@ -112,9 +118,10 @@ def prefill(
 
 
 def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
-    """Per-thread scratch is a tile's; the results of the splits of one slot, kept until they are merged, are the rest."""
+    """Results of a slot's splits, kept until they are merged; scratch memory of 16 threads; and once, whatever the number
+    of slots, the angles of all positions in the order of `angle_columns`."""
     splits = -(-kv_len // SPLIT)
     rows = max(num_heads * q_len, PREFILL_ROWS)
     per_thread = 4 * (3 * PREFILL_ROWS * (2 * head_dim + 33) + 64 * (4 * head_dim + 64))
     outputs = 2 * 4 * rows * head_dim
-    return outputs + 4 * splits * (rows + MAX_ROWS) * (head_dim + 32) + 16 * per_thread
+    return outputs + 4 * splits * (rows + MAX_ROWS) * (head_dim + 32) + 16 * per_thread + 4 * kv_len * head_dim

@@ -3,7 +3,8 @@
 Addresses and sizes are plain integers. Arguments that go together:
 
     cache   (planes, block table, pages of a slot, log2 of the page size, KV heads); planes: a tuple of addresses
-    bias    (bias [Hk, D], cos, sin, R / 2): the part of K left out of storage (`KeyBias`); bias 0: none
+    bias    (bias [Hk, D], angles, R / 2): the part of K left out of storage (`KeyBias`); bias 0: none. angles: cosines and
+            sines of all positions, [positions / 16, R, 16] (`attention_storage.angle_columns`)
     batch   (q, out, slot ids, cu_seqlens_q or 0, kv_lens, n, queries a slot, query heads)
     mask    (window, sinks)
 """
@@ -33,8 +34,8 @@ PREFILL_ROWS = 64  # query rows for which a tile of K and V is decoded once, abo
 
 @njit
 def _bias_width(bias):  # type: ignore[no-untyped-def]
-    """Rows below K that carry the key bias: R / 2 cosines, R / 2 sines, and ones for the dims that do not rotate."""
-    return 2 * bias[3] + 1 if bias[0] != 0 else 0
+    """Entries behind q that carry the key bias: R / 2 for cosines, R / 2 for sines, one for the dims that do not rotate."""
+    return 2 * bias[2] + 1 if bias[0] != 0 else 0
 
 
 @njit
@@ -44,11 +45,10 @@ def prepare_queries(core, q, stride_head, group, stride_query, count, scale, sig
     q: address of the first row's vector; row r is head r % group of query r // group. x: scratch [D].
 
     With a key bias b, q . RoPE(b, j) = sum over pairs (i, i + R/2) of cos_ij (q_i b_i + q_i' b_i') + sin_ij (q_i' b_i -
-    q_i b_i'), plus q . b over the dims that do not rotate: the brackets become entries of the query, and the cosines and
-    sines of position j stand below K.
+    q_i b_i'), plus q . b over the dims that do not rotate: the brackets become entries of the query.
     """
     dim, rows = head_dim(core), tile_rows(core)
-    half, width = bias[3], head_dim(core) + _bias_width(bias)
+    half, width = bias[2], head_dim(core) + _bias_width(bias)
     for r in range(blocks * rows):
         out = memory + 4 * ((r // rows) * width * rows + r % rows)
         if r < count:
@@ -91,9 +91,11 @@ def _run_split(
         if window > 0 and at >= sinks and at + tile <= oldest_seen:
             continue
         count = min(tile, last_query + 1 - at)
-        load_tile(core, cache[0], table, cache[4], cache[3], head, at, count, bias, memory, layout)
+        load_tile(core, cache[0], table, cache[4], cache[3], head, at, count, memory, layout)
         for block in range(blocks):
-            attend_tile(core, cache[0], width, block, at, count, first_row, last_query, group, mask, memory, layout)
+            attend_tile(
+                core, cache[0], width, block, at, count, first_row, last_query, group, mask, bias, memory, layout
+            )
 
 
 @njit

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import njit
+from torch import Tensor
 
 from pocketllm.kernels.numba.format_pieces import (
+    MAX_TILE,
     encode_row,
     head_dim,
     is_rotated,
@@ -41,6 +44,18 @@ def rotate_back(core, x, signs):  # type: ignore[no-untyped-def]
     hadamard(x, dim, block, np.float32(block**-0.5))
     for i in range(0, dim, 16):
         store_f32x16(x + 4 * i, load_f32x16(x + 4 * i) * load_f32x16(signs + 4 * i))
+
+
+def angle_columns(cos: Tensor, sin: Tensor) -> Tensor:
+    """cos, sin [P, R / 2] -> [positions / 16, R, 16] with zeros beyond P: cosines, then sines, 16 positions as lanes.
+
+    The order in which attention to keys without their bias reads them; as large as the tables themselves.
+    """
+    rows = torch.cat((cos, sin), dim=1)
+    groups = -(-len(rows) // MAX_TILE) * (MAX_TILE // 16)
+    padded = torch.zeros(groups * 16, rows.shape[1])
+    padded[: len(rows)] = rows
+    return padded.view(groups, 16, -1).transpose(1, 2).contiguous()
 
 
 @njit
@@ -80,7 +95,7 @@ def append_kernel(pool, core, cache, k, v, token_slots, positions, count, signs)
 def _dequantize_items(begin, end, core, cache, bias, slot, k, v, signs):  # type: ignore[no-untyped-def]
     """One item: a token. k, v: addresses of the outputs [kv_len, Hk, D]."""
     dim, kv_heads = head_dim(core), cache[4]
-    _, cos, sin, half = bias
+    _, angles, half = bias
     for t in range(begin, end):
         for head in range(kv_heads):
             row = row_at(core, cache[0], _row_number(cache, slot, t, head))
@@ -95,7 +110,8 @@ def _dequantize_items(begin, end, core, cache, bias, slot, k, v, signs):  # type
             if bias[0] != 0:
                 b = bias[0] + 4 * head * dim
                 for i in range(half):
-                    c, s = load_f32(cos + 4 * (t * half + i)), load_f32(sin + 4 * (t * half + i))
+                    at = angles + 4 * ((t // 16 * 2 * half + i) * 16 + t % 16)
+                    c, s = load_f32(at), load_f32(at + 64 * half)
                     b0, b1 = load_f32(b + 4 * i), load_f32(b + 4 * (i + half))
                     first, second = k + to + 4 * i, k + to + 4 * (i + half)
                     store_f32(first, load_f32(first) + (b0 * c - b1 * s))

@@ -89,6 +89,9 @@ def _digest(digest: Any, function: Callable[..., Any]) -> None:
             digest.update(getattr(value, "__name__", type(value).__name__).encode())
 
 
+MAX_TILE = 64  # tokens of an attention tile, at most
+
+
 @dataclass(frozen=True)
 class Core:
     """What an attention kernel is compiled for: a format, and `rows` queries that share every load of K and V.
@@ -107,7 +110,7 @@ class Core:
     @property
     def tile(self) -> int:
         """Tokens whose K, as columns, fits the L1 cache."""
-        return 64 if self.head_dim <= 128 else 32
+        return MAX_TILE if self.head_dim <= 128 else MAX_TILE // 2
 
     @property
     def lanes(self) -> int:

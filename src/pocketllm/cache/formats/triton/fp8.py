@@ -1,0 +1,40 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+"""Triton pieces of fp8: codes become fp16 (Hopper has no direct conversion to bfloat16)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pocketllm.kernels.triton.pieces import TritonPieces
+from pocketllm.kernels.triton.storage import load_plane
+
+
+@triton.jit
+def _store(codes, scales, row, x, D: tl.constexpr, DP: tl.constexpr):
+    d = tl.arange(0, DP)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
+    y = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
+    tl.store(codes + row * D + d, y.to(tl.float8e4nv), mask=d < D)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def store_row(planes, row, k, v, D: tl.constexpr, DP: tl.constexpr):
+    _store(planes[0], planes[2], row, k, D, DP)
+    _store(planes[1], planes[3], row, v, D, DP)
+
+
+@triton.jit
+def load_k(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
+    codes = load_plane(planes[0], rows, valid, D, DP)
+    return codes.to(tl.float16), tl.load(planes[2] + rows, mask=valid, other=1.0)
+
+
+@triton.jit
+def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
+    codes = load_plane(planes[1], rows, valid, D, DP)
+    return codes.to(tl.float16), tl.load(planes[3] + rows, mask=valid, other=1.0)
+
+
+PIECES = TritonPieces(None, store_row, load_k, load_v)

@@ -1,0 +1,43 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+"""Triton pieces of int8_per_token_head."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pocketllm.cache.formats.rotation import signs
+from pocketllm.kernels.triton.numerics import int8_to_fp16, round_even
+from pocketllm.kernels.triton.pieces import TritonPieces
+from pocketllm.kernels.triton.storage import load_plane
+
+
+@triton.jit
+def store_int8(codes, scales, row, x, D: tl.constexpr, DP: tl.constexpr):
+    d = tl.arange(0, DP)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 127.0
+    y = tl.minimum(tl.maximum(round_even(x / scale), -127.0), 127.0)
+    tl.store(codes + row * D + d, y.to(tl.int8), mask=d < D)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def store_row(planes, row, k, v, D: tl.constexpr, DP: tl.constexpr):
+    store_int8(planes[0], planes[2], row, k, D, DP)
+    store_int8(planes[1], planes[3], row, v, D, DP)
+
+
+@triton.jit
+def load_k(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
+    codes = load_plane(planes[0], rows, valid, D, DP)
+    return int8_to_fp16(codes), tl.load(planes[2] + rows, mask=valid, other=1.0)
+
+
+@triton.jit
+def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
+    codes = load_plane(planes[1], rows, valid, D, DP)
+    return int8_to_fp16(codes), tl.load(planes[3] + rows, mask=valid, other=1.0)
+
+
+def pieces(head_dim: int) -> TritonPieces:
+    return TritonPieces(signs(head_dim), store_row, load_k, load_v)

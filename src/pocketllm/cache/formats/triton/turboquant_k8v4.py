@@ -1,0 +1,126 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+"""Triton pieces of TurboQuant K8V4.
+
+A level is read as x (x^2 + 1 / CUBIC) with x = q - 7.5, which is the format's x + CUBIC x^3 over CUBIC: one operation less
+for every value, and CUBIC goes into the row's scale. In fp16 1 / 0.0055 is 181.875; the levels move by less than 1e-4 of
+themselves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pocketllm.cache.formats.rotation import signs
+from pocketllm.cache.formats.triton.int8_per_token_head import load_k, store_int8
+from pocketllm.kernels.triton.numerics import INTERPRETED
+from pocketllm.kernels.triton.pieces import TritonPieces
+
+_CUBIC = tl.constexpr(0.0055)
+_INVERSE = tl.constexpr(181.875)
+_LEVELS_RMS = tl.constexpr(3.7)
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+# Four bytes to four levels of low nibbles ($0, $1) and four of high ones ($2, $3). A nibble stands in bits 4-7 of a
+# mantissa: 1024 + 16 q, of which one fma makes x = q - 7.5 exactly.
+_V4_ASM = tl.constexpr("""{
+.reg .b32 lo, hi, sixteenth, shift, inverse, x, t;
+shl.b32 lo, $4, 4;
+and.b32 lo, lo, 0xf0f0f0f0;
+and.b32 hi, $4, 0xf0f0f0f0;
+mov.b32 sixteenth, 0x2c002c00;
+mov.b32 shift, 0xd478d478;
+mov.b32 inverse, 0x59af59af;
+prmt.b32 x, lo, 0x64646464, 0x4140;
+fma.rn.f16x2 x, x, sixteenth, shift;
+fma.rn.f16x2 t, x, x, inverse;
+mul.rn.f16x2 $0, x, t;
+prmt.b32 x, lo, 0x64646464, 0x4342;
+fma.rn.f16x2 x, x, sixteenth, shift;
+fma.rn.f16x2 t, x, x, inverse;
+mul.rn.f16x2 $1, x, t;
+prmt.b32 x, hi, 0x64646464, 0x4140;
+fma.rn.f16x2 x, x, sixteenth, shift;
+fma.rn.f16x2 t, x, x, inverse;
+mul.rn.f16x2 $2, x, t;
+prmt.b32 x, hi, 0x64646464, 0x4342;
+fma.rn.f16x2 x, x, sixteenth, shift;
+fma.rn.f16x2 t, x, x, inverse;
+mul.rn.f16x2 $3, x, t;
+}""")
+
+
+@triton.jit
+def _level(q):
+    """Code -> level / CUBIC, fp16."""
+    x = q.to(tl.float16) - 7.5
+    return (x * (x * x + _INVERSE)).to(tl.float16)
+
+
+@triton.jit
+def _levels(codes):
+    """Bytes -> the levels (over CUBIC, fp16) of their low and of their high nibbles."""
+    if _INTERPRETED:
+        return _level(codes & 15), _level(codes >> 4)
+    return tl.inline_asm_elementwise(
+        _V4_ASM, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _nearest(y):
+    """Code [DP] (as float32) of the level nearest to y: how many midpoints of neighbouring levels lie below it."""
+    code = tl.zeros_like(y)
+    for i in tl.static_range(15):
+        a = i - 7.5
+        b = i - 6.5
+        code += tl.where(y > (a + b + _CUBIC * (a * a * a + b * b * b)) / 2, 1.0, 0.0)
+    return code
+
+
+@triton.jit
+def _store_v4(plane, scales, row, x, D: tl.constexpr, DP: tl.constexpr):
+    """The search of `turboquant_k8v4.encode_v4`: nearest codes for a scale, then the best scale for the codes, twice."""
+    d = tl.arange(0, DP)
+    scale = tl.maximum(tl.sqrt(tl.sum(x * x, axis=0) / D), 1e-12) / _LEVELS_RMS
+    for _ in tl.static_range(2):
+        c = _nearest(x / scale) - 7.5
+        level = tl.where(d < D, c + _CUBIC * c * c * c, 0.0)
+        scale = tl.maximum(tl.sum(x * level, axis=0) / tl.sum(level * level, axis=0), 1e-12)
+    code = _nearest(x / scale).to(tl.uint8)
+    if D == DP:
+        low, high = tl.split(tl.trans(tl.reshape(code, [2, D // 2])))
+        tl.store(plane + row * (D // 2) + tl.arange(0, D // 2), low | (high << 4))
+    else:  # the halves are no powers of two: through the row's own bytes, low nibbles first
+        high_code = tl.sum(tl.where((d[:, None] + D // 2 == d[None, :]) & (d < D)[None, :], code[None, :], 0), axis=1)
+        packed = code | (high_code.to(tl.uint8) << 4)
+        tl.store(plane + row * (D // 2) + d, packed, mask=d < D // 2)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def store_row(planes, row, k, v, D: tl.constexpr, DP: tl.constexpr):
+    store_int8(planes[0], planes[2], row, k, D, DP)
+    _store_v4(planes[1], planes[3], row, v, D, DP)
+
+
+@triton.jit
+def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
+    HALF: tl.constexpr = D // 2
+    scale = tl.load(planes[3] + rows, mask=valid, other=1.0) * (1 / _INVERSE)
+    if D == DP:
+        d = tl.arange(0, HALF)
+        codes = tl.load(planes[1] + rows[:, None] * HALF + d[None, :], mask=valid[:, None], other=0)
+        low, high = _levels(codes)
+        tile = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [codes.shape[0], D])
+    else:
+        d = tl.arange(0, DP)
+        byte = tl.where(d < HALF, d, d - HALF)
+        mask = valid[:, None] & (d < D)[None, :]
+        codes = tl.load(planes[1] + rows[:, None] * HALF + byte[None, :], mask=mask, other=0)
+        tile = tl.where(mask, _level(tl.where((d < HALF)[None, :], codes & 15, codes >> 4)), 0.0).to(tl.float16)
+    return tile, scale
+
+
+def pieces(head_dim: int) -> TritonPieces:
+    return TritonPieces(signs(head_dim), store_row, load_k, load_v)

@@ -1,0 +1,38 @@
+"""How a KV format tells the Triton kernels to read and write it.
+
+A format's `triton_pieces(head_dim)` returns `TritonPieces`: three `@triton.jit` functions, which kernels take as constant
+arguments and Triton inlines. A *row* is what a format stores of one token and one KV head; row r of a plane of width w
+starts at element r * w. D is the head dimension, DP the power of two at or above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TritonPieces:
+    """A KV format for one head dimension.
+
+    signs   None, or [D] float32: K and V are stored rotated by hadamard(signs * x). The kernels rotate what they give to
+            `store_row`, the query, and once the output back; no other piece knows about it
+    store_row(planes, row, k, v, D, DP)      encodes k, v [DP] float32 (elements from D on are zero) into row `row`
+    load_k(planes, rows, valid, D, DP)       K of rows [N] -> a tile [N, DP] of the type the matrix product is to run
+            in, and a scale [N] float32 to multiply its scores by, or None. Zeros where not valid [N], and from D on
+    load_v(planes, rows, valid, D, DP)       likewise V; its scale multiplies the weights
+    """
+
+    signs: Tensor | None
+    store_row: Callable[..., Any]
+    load_k: Callable[..., Any]
+    load_v: Callable[..., Any]
+
+
+class TritonCodec(Protocol):
+    """What these kernels ask of a KV format beyond `kernels.types.KVCodec`."""
+
+    def triton_pieces(self, head_dim: int) -> TritonPieces: ...
