@@ -115,7 +115,7 @@ def main() -> None:
     torch.manual_seed(0)
     pool, target = ThreadPool(threads), Target.host()
     backend = Linear(pool, target)
-    big, sink = torch.zeros(READ_BYTES // 4), torch.empty(64)
+    big, sink = torch.ones(READ_BYTES // 4), torch.empty(64)  # pages of zeros would share one page of memory
 
     results: list[dict[str, Any]] = []
     if not args.json:

@@ -87,7 +87,8 @@ def bench(
 
 def _show(facts: dict[str, Any], rows: list[Row]) -> None:
     out = console.stdout()
-    threads = f", {facts['threads']} threads" if facts["device"] == "cpu" else ""
+    count = facts["threads"]
+    threads = f", {count} thread{'s' * (count > 1)}" if facts["device"] == "cpu" else ""
     out.print(f"[bold]{facts['model']}[/] on {facts['device']}{threads}, {facts['kernels']} kernels")
     out.print(f"read bandwidth {facts['bandwidth'] / 1e9:.1f} GB/s, prompt {facts['prompt']} tokens", style="dim")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))

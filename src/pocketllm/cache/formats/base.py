@@ -16,8 +16,9 @@ from torch import Tensor
 from pocketllm.errors import OptionError
 from pocketllm.kernels.types import PlaneSpec
 
-if TYPE_CHECKING:  # Numba is an optional dependency
+if TYPE_CHECKING:  # Numba and Triton are optional dependencies
     from pocketllm.kernels.numba.format_pieces import FormatPieces
+    from pocketllm.kernels.triton.pieces import TritonPieces
 
 
 class KVFormat(ABC):
@@ -48,6 +49,10 @@ class KVFormat(ABC):
     def numba_pieces(self, head_dim: int) -> FormatPieces:
         """How the Numba kernels read and write the format; OptionError if it has no such pieces."""
         raise OptionError(f"KV format {self.name!r} has no Numba pieces: use kernels='reference'")
+
+    def triton_pieces(self, head_dim: int) -> TritonPieces:
+        """How the Triton kernels read and write the format; OptionError if it has no such pieces."""
+        raise OptionError(f"KV format {self.name!r} has no Triton pieces: use kernels='reference'")
 
     def bytes_per_token(self, head_dim: int) -> int:
         """Bytes of one token and one KV head, K and V together."""

@@ -19,6 +19,7 @@ from pocketllm.kernels.types import PlaneSpec
 
 if TYPE_CHECKING:
     from pocketllm.kernels.numba.format_pieces import FormatPieces
+    from pocketllm.kernels.triton.pieces import TritonPieces
 
 E4M3_MAX = 448.0
 
@@ -66,6 +67,11 @@ class Fp8(KVFormat):
 
         sizes = tuple(p.nbytes for p in self.planes(head_dim))
         return scaled_pieces(self.name, head_dim, sizes, None, (encode, encode), (load, load))
+
+    def triton_pieces(self, head_dim: int) -> TritonPieces:
+        from pocketllm.cache.formats.triton.fp8 import PIECES
+
+        return PIECES
 
 
 FORMATS = (Fp8(),)

@@ -18,6 +18,7 @@ from pocketllm.kernels.types import PlaneSpec
 
 if TYPE_CHECKING:
     from pocketllm.kernels.numba.format_pieces import FormatPieces
+    from pocketllm.kernels.triton.pieces import TritonPieces
 
 
 def encode_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,6 +72,11 @@ class Int8PerTokenHead(KVFormat):
         encode, load = numba_int8(head_dim)
         sizes = tuple(p.nbytes for p in self.planes(head_dim))
         return scaled_pieces(self.name, head_dim, sizes, signs(head_dim), (encode, encode), (load, load))
+
+    def triton_pieces(self, head_dim: int) -> TritonPieces:
+        from pocketllm.cache.formats.triton.int8_per_token_head import pieces
+
+        return pieces(head_dim)
 
 
 FORMATS = (Int8PerTokenHead(),)

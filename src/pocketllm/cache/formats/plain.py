@@ -13,6 +13,7 @@ from pocketllm.kernels.types import PlaneSpec
 
 if TYPE_CHECKING:
     from pocketllm.kernels.numba.format_pieces import FormatPieces
+    from pocketllm.kernels.triton.pieces import TritonPieces
 
 
 class Plain(KVFormat):
@@ -60,6 +61,11 @@ class Plain(KVFormat):
 
         sizes = tuple(p.nbytes for p in self.planes(head_dim))
         return FormatPieces(self.name, head_dim, sizes, None, encode_row, load_k, load_v, no_scale, no_scale)
+
+    def triton_pieces(self, head_dim: int) -> TritonPieces:
+        from pocketllm.cache.formats.triton.plain import PIECES
+
+        return PIECES
 
 
 FORMATS = (

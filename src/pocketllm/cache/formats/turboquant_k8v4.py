@@ -25,6 +25,7 @@ from pocketllm.kernels.types import PlaneSpec
 
 if TYPE_CHECKING:
     from pocketllm.kernels.numba.format_pieces import FormatPieces
+    from pocketllm.kernels.triton.pieces import TritonPieces
 
 CUBIC = 0.0055
 
@@ -137,6 +138,11 @@ class TurboQuantK8V4(KVFormat):
         (encode_k, load_k), (encode_v, load_v) = numba_int8(head_dim), numba_v4(head_dim)
         sizes = tuple(p.nbytes for p in self.planes(head_dim))
         return scaled_pieces(self.name, head_dim, sizes, signs(head_dim), (encode_k, encode_v), (load_k, load_v))
+
+    def triton_pieces(self, head_dim: int) -> TritonPieces:
+        from pocketllm.cache.formats.triton.turboquant_k8v4 import pieces
+
+        return pieces(head_dim)
 
 
 FORMATS = (TurboQuantK8V4(),)

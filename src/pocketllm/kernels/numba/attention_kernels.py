@@ -91,7 +91,7 @@ def _run_split(
         if window > 0 and at >= sinks and at + tile <= oldest_seen:
             continue
         count = min(tile, last_query + 1 - at)
-        load_tile(core, cache[0], table, cache[4], cache[3], head, at, count, memory, layout)
+        load_tile(core, cache[0], table, cache[4], cache[3], head, at, count, last_query + 1, memory, layout)
         for block in range(blocks):
             attend_tile(
                 core, cache[0], width, block, at, count, first_row, last_query, group, mask, bias, memory, layout

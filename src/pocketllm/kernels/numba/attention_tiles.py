@@ -38,6 +38,7 @@ from pocketllm.kernels.numba.format_pieces import (
     k_scale,
     load_k,
     load_v,
+    prefetch_row,
     row_at,
     tile_lanes,
     tile_rows,
@@ -174,19 +175,29 @@ def scratch_layout(core, blocks, bias_width):  # type: ignore[no-untyped-def]
 
 
 @njit
-def load_tile(core, planes, table, kv_heads, page_shift, head, start, count, memory, layout):  # type: ignore[no-untyped-def]
+def _first_row(table, position, page_shift, kv_heads):  # type: ignore[no-untyped-def]
+    """Number of the row of a position's KV head 0. 16 tokens from a multiple of 16 on are always in one page."""
+    page = load_i32(table + 4 * (position >> page_shift))
+    return ((page << page_shift) + (position & ((1 << page_shift) - 1))) * kv_heads
+
+
+@njit
+def load_tile(core, planes, table, kv_heads, page_shift, head, start, count, end, memory, layout):  # type: ignore[no-untyped-def]
     """Decodes K (as columns), scales and, if `core.shared`, V of tokens start .. start + count - 1 into scratch memory.
 
-    table: address of the slot's row of the block table. Nothing beyond the last token is read from the planes; what
+    table: address of the slot's row of the block table; end: tokens of the slot. Nothing beyond the last token is read from the planes; what
     stands in the columns beyond it means nothing.
     """
     dim, tile = head_dim(core), tile_tokens(core)
     k, stored, v = memory + 4 * layout[1], memory + 4 * layout[2], memory + 4 * layout[3]
     scales, index = memory + 4 * layout[4], memory + 4 * layout[6]
-    for first in range(0, count, 16):  # 16 tokens are always in one page
+    for first in range(0, count, 16):
         position = start + first
-        page = load_i32(table + 4 * (position >> page_shift))
-        base = ((page << page_shift) + (position & ((1 << page_shift) - 1))) * kv_heads + head
+        base = _first_row(table, position, page_shift, kv_heads) + head
+        if position + tile < end:  # the next tile, while this one is being worked on
+            ahead = _first_row(table, position + tile, page_shift, kv_heads) + head
+            for t in range(16):
+                prefetch_row(core, planes, ahead + t * kv_heads)
         some = min(16, count - first)
         for t in range(some):
             number = base + t * kv_heads

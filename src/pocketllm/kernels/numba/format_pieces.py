@@ -32,7 +32,7 @@ from numba.extending import (
 from torch import Tensor
 
 from pocketllm.kernels.numba.format_simd import load_i64
-from pocketllm.kernels.numba.simd import _load, _pack, f32x16, load_f32
+from pocketllm.kernels.numba.simd import _call, _load, _pack, f32x16, load_f32
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,6 +270,26 @@ def load_tile_f32(typingctx: Any, core: Any, address: Any) -> Any:
         return _pack(b, [_load(b, a[1], f32x16.llvm, 64 * l) for l in range(ty.count)])
 
     return ty(core, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_row(typingctx: Any, core: Any, planes: Any, index: Any) -> Any:
+    """Asks for row number `index` to be brought to the L2 cache. Planes of a few bytes a row are left to the hardware."""
+    i8, i32, i64 = (ir.IntType(bits) for bits in (8, 32, 64))
+    row_bytes = core.core.pieces.row_bytes
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        for p, size in enumerate(row_bytes):
+            if size < 16:
+                continue
+            start = b.add(b.extract_value(a[1], p), b.mul(a[2], ir.Constant(i64, size)))
+            for offset in range(0, size, 64):
+                pointer = b.inttoptr(b.add(start, ir.Constant(i64, offset)), ir.PointerType(i8))
+                read, to_l2, data = ir.Constant(i32, 0), ir.Constant(i32, 2), ir.Constant(i32, 1)
+                _call(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, to_l2, data])
+        return ctx.get_dummy_value()
+
+    return types.void(core, planes, types.int64), codegen
 
 
 # -- common shapes of formats ----------------------------------------------------------------------------------------

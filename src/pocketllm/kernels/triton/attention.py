@@ -1,0 +1,174 @@
+"""Attention over slots on a GPU: the operations of `kernels.protocol` over the Triton kernels of this folder.
+
+Nothing here waits for the device or asks for a length: grids come from static shapes, so every call can be captured in a
+CUDA graph (after one call has compiled the kernels).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from pocketllm.kernels.triton.attend_kernels import merge_kernel, split_kernel
+from pocketllm.kernels.triton.pieces import TritonCodec, TritonPieces
+from pocketllm.kernels.triton.prefill_kernels import prefill_kernel
+from pocketllm.kernels.triton.storage import append_kernel, dequantize_kernel, rotate_kernel
+from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, attention_config, multiprocessors
+from pocketllm.kernels.types import AttentionMask, KVCodec, LayerKV
+
+ROW_BLOCK = 16  # rows of a tensor-core tile; a verify pass takes up to two at a time
+LOG2E = 1.4426950408889634
+PARTIALS = 128 * 2**20  # bytes of unmerged splits held at a time; more slots are taken in several launches
+
+
+@cache
+def _pieces(codec: KVCodec, head_dim: int) -> TritonPieces:
+    return cast(TritonCodec, codec).triton_pieces(head_dim)
+
+
+@cache
+def _signs(pieces: TritonPieces, device: torch.device) -> Tensor | None:
+    return None if pieces.signs is None else pieces.signs.to(device)
+
+
+def _padded(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _config(kv: LayerKV) -> AttentionConfig:
+    token_bytes = sum(p.shape[3] * p.element_size() for p in kv.planes)
+    return attention_config(kv.planes[0].device, kv.head_dim, token_bytes)
+
+
+def _half(kv: LayerKV) -> int:
+    return 0 if kv.key_bias is None else kv.key_bias.cos.shape[1]
+
+
+def _bias(kv: LayerKV) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return (None, None, None) if kv.key_bias is None else (kv.key_bias.bias, kv.key_bias.cos, kv.key_bias.sin)
+
+
+def _heads(x: Tensor) -> Tensor:
+    """x [T, Hk, D] with contiguous heads, as the kernels read it."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def append(kv: LayerKV, k: Tensor, v: Tensor, token_slots: Tensor, positions: Tensor) -> None:
+    pieces, (num_tokens, kv_heads, head_dim) = _pieces(kv.codec, kv.head_dim), k.shape
+    signs, k, v = _signs(pieces, k.device), _heads(k), _heads(v)
+    append_kernel[(num_tokens, kv_heads)](
+        k, v, k.stride(0), v.stride(0), kv.planes, kv.block_table, kv.block_table.shape[1], token_slots, positions,
+        signs, HK=kv_heads, D=head_dim, DP=_padded(head_dim), PAGE=kv.page_size, ROTATED=signs is not None,
+        STORE_ROW=pieces.store_row, num_warps=2,
+    )  # fmt: skip
+
+
+def dequantize(kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
+    pieces, kv_heads, device = _pieces(kv.codec, kv.head_dim), kv.planes[0].shape[2], kv.planes[0].device
+    signs = _signs(pieces, device)
+    k = torch.empty(kv_len, kv_heads, kv.head_dim, device=device)
+    v = torch.empty_like(k)
+    if kv_len:
+        dequantize_kernel[(kv_len, kv_heads)](
+            k, v, kv.planes, kv.block_table, kv.block_table.shape[1], torch.tensor(slot_id, device=device), signs,
+            *_bias(kv), HK=kv_heads, D=kv.head_dim, DP=_padded(kv.head_dim), PAGE=kv.page_size,
+            ROTATED=signs is not None, HALF=_half(kv), LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=2,
+        )  # fmt: skip
+    return k, v
+
+
+def _rotated(x: Tensor, signs: Tensor, dtype: torch.dtype, back: bool) -> Tensor:
+    """Each row of x [..., D] rotated, or rotated back."""
+    head_dim = x.shape[-1]
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    rows = x.numel() // head_dim
+    rotate_kernel[(rows,)](x, out, signs, D=head_dim, DP=_padded(head_dim), BACK=back, num_warps=1)
+    return out
+
+
+def attend(kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor, scale: float, mask: AttentionMask) -> Tensor:
+    n, q_len, num_heads, head_dim = q.shape
+    group = num_heads // kv.planes[0].shape[2]
+    config = _config(kv)
+    one_block = group * q_len <= ROW_BLOCK
+    chosen = config.attend if one_block else config.verify
+    max_splits = -(-kv.block_table.shape[1] * kv.page_size // chosen.split)
+    at_a_time = max(PARTIALS // (q_len * num_heads * max_splits * (head_dim + 2) * 4), 1)
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    for i in range(0, n, at_a_time):
+        part = slice(i, min(i + at_a_time, n))
+        block_m = ROW_BLOCK if one_block else 2 * ROW_BLOCK
+        _attend(kv, q[part], slot_ids[part], kv_lens[part], scale, mask, out[part], chosen, block_m, max_splits)
+    return out
+
+
+def _attend(
+    kv: LayerKV,
+    q: Tensor,
+    slot_ids: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    mask: AttentionMask,
+    out: Tensor,
+    config: AttendConfig,
+    block_m: int,
+    max_splits: int,
+) -> None:
+    n, q_len, num_heads, head_dim = q.shape
+    pieces, device = _pieces(kv.codec, kv.head_dim), q.device
+    signs = _signs(pieces, device)
+    rows = n * q_len * num_heads
+    half, padded = _half(kv), _padded(head_dim)
+    part_out = torch.empty(rows, max_splits, head_dim, dtype=torch.float32, device=device)
+    part_sums = torch.empty(rows, max_splits, 2, dtype=torch.float32, device=device)
+    stored_q = q if signs is None else _rotated(q, signs, torch.float16, back=False)
+    split_kernel[(config.programs * multiprocessors(device),)](
+        stored_q, q, kv.planes, kv.block_table, kv.block_table.shape[1], slot_ids, kv_lens, n, *_bias(kv),
+        part_out, part_sums, max_splits, scale * LOG2E,
+        Q=q_len, HQ=num_heads, HK=kv.planes[0].shape[2], D=head_dim, DP=padded, PAGE=kv.page_size,
+        SPLIT=config.split, BLOCK_M=block_m, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
+        WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
+        LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    merge_kernel[(rows,)](
+        part_out, part_sums, kv_lens, out, signs, max_splits, ROWS=q_len * num_heads, D=head_dim, DP=padded,
+        SPLIT=config.split, SPLITS=_padded(max_splits), BLOCK=16, ROTATED=signs is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def prefill(
+    kv: LayerKV,
+    q: Tensor,
+    slot_ids: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    mask: AttentionMask,
+) -> Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    pieces, config, n = _pieces(kv.codec, kv.head_dim), _config(kv).prefill, len(slot_ids)
+    signs, kv_heads, half = _signs(pieces, q.device), kv.planes[0].shape[2], _half(kv)
+    q = q.contiguous()
+    stored_q = q if signs is None else _rotated(q, signs, torch.float16, back=False)
+    out = torch.empty(q.shape, dtype=q.dtype if signs is None else torch.float32, device=q.device)
+    blocks = -(-num_tokens * (num_heads // kv_heads) // config.block_m) + n  # each sequence may leave one part empty
+    prefill_kernel[(blocks, kv_heads)](
+        stored_q, q, kv.planes, kv.block_table, kv.block_table.shape[1], slot_ids, cu_seqlens_q, kv_lens, n,
+        *_bias(kv), out, scale * LOG2E, HQ=num_heads, HK=kv_heads, D=head_dim, DP=_padded(head_dim), PAGE=kv.page_size,
+        BLOCK_M=config.block_m, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
+        WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
+        LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return out if signs is None else _rotated(out, signs, q.dtype, back=True)
+
+
+def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
+    """Rotated queries and float32 outputs; or, of decode and verify, the unmerged splits."""
+    rows = num_heads * q_len
+    smallest_split = 256  # of any table
+    partials = rows * -(-kv_len // smallest_split) * (head_dim + 2) * 4
+    return rows * head_dim * 10 + min(partials, PARTIALS + num_heads * -(-kv_len // smallest_split) * (head_dim + 2) * 4)
