@@ -47,7 +47,9 @@ def test_one_row_stands_at_the_top_too(model):
 
 
 def test_a_row_for_each_combination(model):
-    result = bench(model, "--slots", "1,3", "--context", "40,600", "--kv-cache-dtype", "fp8,bf16", "--fill", "random", "--json")
+    result = bench(
+        model, "--slots", "1,3", "--context", "40,600", "--kv-cache-dtype", "fp8,bf16", "--fill", "random", "--json"
+    )
     values = json.loads(result.stdout)
     assert set(values) == FACTS
     combinations = [(s, c, kv) for s in (1, 3) for kv in ("fp8", "bf16") for c in (40, 600)]

@@ -100,7 +100,10 @@ def test_bad_sampling_values_are_errors(args):
 
 def test_errors_speak_of_flags_but_leave_plain_words():
     text = "max_context=512 with the same slots; release one, or build with more max_batch_size; the device had less"
-    assert in_flags(text) == "--context 512 with the same slots; release one, or build with more --slots; the device had less"
+    assert (
+        in_flags(text)
+        == "--context 512 with the same slots; release one, or build with more --slots; the device had less"
+    )
 
 
 def test_lists_of_integers():

@@ -65,17 +65,15 @@ def test_json_is_one_line_with_the_same_tokens(model, llm):
 def test_chat_uses_the_template_and_the_system_message(model, llm):
     conversation = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
     (expected,) = llm.chat([conversation], SamplingParams(max_tokens=6))
-    values = json.loads(
-        generate(model, "hi", "--chat", "--system", "S", "--max-tokens", "6", "--json").stdout
-    )
+    values = json.loads(generate(model, "hi", "--chat", "--system", "S", "--max-tokens", "6", "--json").stdout)
     assert values["results"][0]["token_ids"] == expected.token_ids
     assert values["results"][0]["prompt_tokens"] == len(expected.prompt_ids)
 
 
 def test_a_prompt_too_long_fails_alone(model):
-    result = generate(model, "x" * 600, "ok", "--context", "512", "--max-tokens", "3", "--json")
+    result = generate(model, "x" * 510, "ok", "--context", "512", "--max-tokens", "3", "--json")
     assert result.exit_code == 2
-    assert "prompt 0: prompt of 600 + --max-tokens of 3 tokens pass the 512" in " ".join(result.stderr.split())
+    assert "prompt 0: prompt of 510 + --max-tokens of 3 tokens pass the 512" in " ".join(result.stderr.split())
     bad, good = json.loads(result.stdout)["results"]
     assert bad["error"]
     assert len(good["token_ids"]) == 3

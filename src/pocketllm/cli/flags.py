@@ -155,7 +155,7 @@ def with_flags(
             options = dict(defaults)
             for flag in flags:
                 value = values.pop(flag.option)
-                if value not in (None, False, []):
+                if value is not None and value is not False and value != []:  # 0 is a value
                     options[flag.option] = flag.parse(value) if flag.parse is not None else value
             function(**values, **{parameter: build(**options)})
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pocketllm.cache.kv import KVCache
 from pocketllm.cache.pages import PageEdits
 from pocketllm.cache.state import StateCache
+from pocketllm.engine.graphs import DecodeGraphs
 from pocketllm.engine.memory_plan import MemoryPlan, compute_dtype
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import AttentionMask
@@ -58,6 +59,7 @@ class ModelRunner:
         )
         self.kv = KVCache(plan.kv, device, self.model.key_biases())
         self.state = StateCache(plan.state, device, kernels)
+        self._graphs = DecodeGraphs(self._forward, kernels)
 
     def apply(self, edits: PageEdits, resets: Sequence[int]) -> None:
         """Bring block tables, shared pages and cleared slots up to date before a pass."""
@@ -72,7 +74,11 @@ class ModelRunner:
         prefill: one row for each item with wants_logits, of its last token. decode, verify: a row for every token, in
         order; verify leaves the recurrent state to `commit`.
         """
-        return self.model(self._batch(kind, items), self.kv, self.state)
+        batch = self._batch(kind, items)
+        return self._forward(batch) if kind == "prefill" else self._graphs.run(batch)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        return self.model(batch, self.kv, self.state)
 
     def commit(self, slots: Sequence[int], num_tokens: Sequence[int]) -> None:
         """Move recurrent state forward by the accepted tokens of the last verify pass."""
@@ -83,10 +89,9 @@ class ModelRunner:
         bounds = [0]
         for length in lengths:
             bounds.append(bounds[-1] + length)
+        rows: list[int] | None = None
         if kind == "prefill":
             rows = [end - 1 for end, item in zip(bounds[1:], items, strict=True) if item.wants_logits]
-        else:
-            rows = list(range(bounds[-1]))
         positions = [p for item in items for p in range(item.start, item.start + len(item.token_ids))]
 
         def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -101,5 +106,5 @@ class ModelRunner:
             slot_ids=tensor([item.slot for item in items]),
             cu_seqlens_q=tensor(bounds),
             kv_lens=tensor([item.start + len(item.token_ids) for item in items]),
-            logits_rows=tensor(rows, torch.int64),
+            logits_rows=None if rows is None else tensor(rows, torch.int64),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import cast
 
 from pocketllm.errors import OptionError
@@ -13,7 +14,14 @@ BACKENDS = ("reference",)
 
 def select_kernels(name: str, device_type: str) -> Kernels:
     """The backend called `name` for a device type ("cpu", "cuda"); "auto" takes the fastest there is for it."""
-    chosen = "reference" if name == "auto" else name
+    has_numba = importlib.util.find_spec("numba") is not None
+    chosen = name
+    if name == "auto":
+        chosen = "numba" if "numba" in BACKENDS and device_type == "cpu" and has_numba else "reference"
     if chosen not in BACKENDS:
         raise OptionError(f"kernels = {name!r}: choose one of auto, {', '.join(BACKENDS)}")
+    if chosen == "numba" and device_type != "cpu":
+        raise OptionError(f"kernels = 'numba' runs on a CPU: use kernels='auto' on {device_type}, or device='cpu'")
+    if chosen == "numba" and not has_numba:
+        raise OptionError("kernels = 'numba' needs the package numba: pip install 'pocketllm[cpu]'")
     return cast(Kernels, importlib.import_module(f"{__name__}.{chosen}"))

@@ -7,6 +7,7 @@ Matrix products of more than 64 rows, which only prefill has, are kept to within
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -28,6 +29,13 @@ class Kernels(Protocol):
 
     def attention_workspace(self, num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
         """Most bytes of intermediate tensors that attention of q_len queries over kv_len tokens takes at a time."""
+
+    def capture(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """The result of `run()`, whose work is done once, and a function that repeats the work without its Python code.
+
+        `run` reads its inputs from tensors that stay where they are, and what it launches must not depend on their values.
+        A replay returns the same tensor with new contents. None instead of one if this backend can't repeat `run` so.
+        """
 
     # -- rows in, rows out -------------------------------------------------------------------------------------------
 

@@ -25,4 +25,4 @@ class ForwardBatch:
     slot_ids: Tensor  # [n] int32
     cu_seqlens_q: Tensor  # [n + 1] int32
     kv_lens: Tensor  # [n] int32, tokens in cache once this pass's are appended
-    logits_rows: Tensor  # [m] int64: tokens whose logits are wanted
+    logits_rows: Tensor | None  # [m] int64: tokens whose logits are wanted; None: all of them

@@ -100,15 +100,16 @@ class QwenModel:
         """Runs one pass; returns the logits of `batch.logits_rows`, [m, V] float32."""
         residual = self.vocabulary.embed(batch.token_ids)  # [T, H]; the running sum of all blocks
         kv_layers, state_layers = iter(kv.layers), iter(state.layers)
-        out = torch.zeros_like(residual)
+        out: Tensor | None = None
         for block in self.blocks:
-            x = block.input_norm.add(out, residual)
+            x = block.input_norm(residual) if out is None else block.input_norm.add(out, residual)
             if block.attention is not None:
                 out = block.attention(x, batch, next(kv_layers), self._mask)
             elif block.gated_delta is not None:
                 out = block.gated_delta(x, batch, next(state_layers))
             x = block.post_norm.add(out, residual)
             out = block.feed_forward(x)
-        rows = batch.logits_rows
-        hidden = self.norm.add(out[rows], residual[rows])
-        return self.vocabulary.logits(hidden)
+        assert out is not None  # a model has at least one block
+        if batch.logits_rows is not None:
+            out, residual = out[batch.logits_rows], residual[batch.logits_rows]
+        return self.vocabulary.logits(self.norm.add(out, residual))

@@ -1,5 +1,9 @@
 """The readable backend in plain PyTorch. It defines what every other backend must compute."""
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from pocketllm.kernels.reference.attention import append, attend, attention_workspace, dequantize, prefill
 from pocketllm.kernels.reference.gated_delta import (
     gated_delta_commit,
@@ -12,11 +16,17 @@ from pocketllm.kernels.reference.rowwise import add_rms_norm, norm_rope, rms_nor
 
 name = "reference"
 
+
+def capture(run: Callable[[], Tensor]) -> tuple[Tensor, None]:
+    return run(), None
+
+
 __all__ = [
     "add_rms_norm",
     "append",
     "attend",
     "attention_workspace",
+    "capture",
     "dequantize",
     "embedding",
     "gated_delta_commit",

@@ -30,7 +30,7 @@ def split_kernel(
     Q: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr,
-    LOAD_K: tl.constexpr, LOAD_V: tl.constexpr,
+    SCALED: tl.constexpr, LOAD_K: tl.constexpr, LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """q [n, Q, HQ, D] in the storage's basis (raw_q: before the rotation, for a key bias).
 
@@ -67,7 +67,7 @@ def split_kernel(
             if HALF > 0:
                 extra = bias_scores(bias_a, bias_b, bias_c, cos, sin, tokens, valid, HALF, HALFP)
             seen = visible_tokens(position, tokens, valid, WINDOW, SINKS)
-            state = softmax_step(state, queries.to(k.dtype), k, k_scale, v, v_scale, extra, seen, scale)
+            state = softmax_step(state, queries.to(k.dtype), k, k_scale, v, v_scale, extra, seen, scale, SCALED)
         largest, power, total, out = state
         part = out_row.to(tl.int64) * max_splits + split
         tl.store(part_out + part[:, None] * D + d[None, :], out * tl.exp2(power)[:, None], mask=q_mask)

@@ -73,9 +73,9 @@ def dequantize(kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
     v = torch.empty_like(k)
     if kv_len:
         dequantize_kernel[(kv_len, kv_heads)](
-            k, v, kv.planes, kv.block_table, kv.block_table.shape[1], torch.tensor(slot_id, device=device), signs,
+            k, v, kv.planes, kv.block_table, kv.block_table.shape[1], slot_id, signs,
             *_bias(kv), HK=kv_heads, D=kv.head_dim, DP=_padded(kv.head_dim), PAGE=kv.page_size,
-            ROTATED=signs is not None, HALF=_half(kv), LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=2,
+            ROTATED=signs is not None, HALF=_half(kv), SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=2,
         )  # fmt: skip
     return k, v
 
@@ -132,7 +132,7 @@ def _attend(
         Q=q_len, HQ=num_heads, HK=kv.planes[0].shape[2], D=head_dim, DP=padded, PAGE=kv.page_size,
         SPLIT=config.split, BLOCK_M=block_m, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
         WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
-        LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
+        SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     merge_kernel[(rows,)](
         part_out, part_sums, kv_lens, out, signs, max_splits, ROWS=q_len * num_heads, D=head_dim, DP=padded,
@@ -161,7 +161,7 @@ def prefill(
         *_bias(kv), out, scale * LOG2E, HQ=num_heads, HK=kv_heads, D=head_dim, DP=_padded(head_dim), PAGE=kv.page_size,
         BLOCK_M=config.block_m, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
         WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
-        LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
+        SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out if signs is None else _rotated(out, signs, q.dtype, back=True)
 

@@ -12,6 +12,10 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)
+if INTERPRETED:
+    from pocketllm.kernels.triton import interpreted
+
+    interpreted.patch()
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 _INT8_ASM = tl.constexpr("""{
@@ -25,12 +29,41 @@ sub.rn.f16x2 $1, $1, c;
 }""")
 
 
+_FP8_ASM = tl.constexpr("""{
+.reg .b16 a, b;
+mov.b32 {a, b}, $2;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
+
+
 @triton.jit
 def int8_to_fp16(codes):
     """int8 -> the same numbers in fp16."""
     if _INTERPRETED:
         return codes.to(tl.float16)
-    return tl.inline_asm_elementwise(_INT8_ASM, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise(_INT8_ASM, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def fp8_to_fp16(codes):
+    """e4m3 -> the same numbers in fp16."""
+    if _INTERPRETED:
+        return codes.to(tl.float16)
+    return tl.inline_asm_elementwise(_FP8_ASM, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+
+
+@triton.jit
+def unpacked_first(tile):
+    """The fp16 tile itself, for V: unpack before shared memory, not behind it.
+
+    A product over tokens reads V transposed from shared memory, which Hopper can do fast with 16-bit numbers only. Code
+    that is not pure, though it does nothing, holds Triton from moving the unpacking behind that read. (K, summed over
+    dims, is better unpacked behind it, in the very registers the product reads.)
+    """
+    if _INTERPRETED:
+        return tile
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tl.float16, is_pure=False, pack=2)
 
 
 @triton.jit

@@ -20,13 +20,15 @@ class TritonPieces:
 
     signs   None, or [D] float32: K and V are stored rotated by hadamard(signs * x). The kernels rotate what they give to
             `store_row`, the query, and once the output back; no other piece knows about it
+    scaled  whether rows have scales; else the loaders' second result is ignored
     store_row(planes, row, k, v, D, DP)      encodes k, v [DP] float32 (elements from D on are zero) into row `row`
     load_k(planes, rows, valid, D, DP)       K of rows [N] -> a tile [N, DP] of the type the matrix product is to run
-            in, and a scale [N] float32 to multiply its scores by, or None. Zeros where not valid [N], and from D on
+            in, and a scale [N] float32 to multiply its scores by. Zeros where not valid [N], and from D on
     load_v(planes, rows, valid, D, DP)       likewise V; its scale multiplies the weights
     """
 
     signs: Tensor | None
+    scaled: bool
     store_row: Callable[..., Any]
     load_k: Callable[..., Any]
     load_v: Callable[..., Any]

@@ -27,7 +27,7 @@ def prefill_kernel(
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr,
-    LOAD_K: tl.constexpr, LOAD_V: tl.constexpr,
+    SCALED: tl.constexpr, LOAD_K: tl.constexpr, LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """q [T, HQ, D] in the storage's basis -> out [T, HQ, D] in the same. Programs: (blocks of rows, KV heads)."""
     GROUP: tl.constexpr = HQ // HK
@@ -64,7 +64,7 @@ def prefill_kernel(
             if HALF > 0:
                 extra = bias_scores(bias_a, bias_b, bias_c, cos, sin, tokens, valid, HALF, HALFP)
             seen = visible_tokens(position, tokens, valid, WINDOW, SINKS)
-            state = softmax_step(state, queries.to(k.dtype), k, k_scale, v, v_scale, extra, seen, scale)
+            state = softmax_step(state, queries.to(k.dtype), k, k_scale, v, v_scale, extra, seen, scale, SCALED)
         largest, power, total, values = state
         sums = tl.max(total, axis=1)
         values = values * (tl.exp2(power) / tl.where(sums > 0.0, sums, 1.0))[:, None]

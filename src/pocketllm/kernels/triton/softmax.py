@@ -49,7 +49,7 @@ def first_tile(start, position, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SIN
 
 
 @triton.jit
-def softmax_step(state, q, k, k_scale, v, v_scale, extra, seen, scale):
+def softmax_step(state, q, k, k_scale, v, v_scale, extra, seen, scale, SCALED: tl.constexpr):
     """Adds a tile of tokens. q [M, DP], k, v [N, DP], extra: score term [M, N] or None, scale includes log2(e).
 
     V's codes times their scales would leave fp16's range, so weights are multiplied by the scale over 2^power, power
@@ -57,7 +57,7 @@ def softmax_step(state, q, k, k_scale, v, v_scale, extra, seen, scale):
     """
     largest, power, total, out = state
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
-    if k_scale is not None:
+    if SCALED:
         scores = scores * (k_scale * scale)[None, :]
     else:
         scores = scores * scale
@@ -69,9 +69,9 @@ def softmax_step(state, q, k, k_scale, v, v_scale, extra, seen, scale):
     weights = tl.exp2(scores - reference[:, None])
     shrink = tl.exp2(largest - reference)
     total = total * shrink[:, None]
-    total = dot(weights.to(v.dtype), tl.full([v.shape[0], 16], 1.0, v.dtype), total)
-    if v_scale is not None:
-        new_power = tl.maximum(power, tl.max(tl.where(seen, exponent(v_scale)[None, :], -126.0), axis=1))
+    total = dot(weights.to(v.dtype), tl.full([v.shape[0], 16], 1.0, tl.float32).to(v.dtype), total)
+    if SCALED:
+        new_power = tl.maximum(power, tl.max(tl.where(scores == float("-inf"), -126.0, exponent(v_scale)[None, :]), axis=1))
         weights = weights * v_scale[None, :] * tl.exp2(-new_power)[:, None]
         shrink = shrink * tl.exp2(power - new_power)
         power = new_power

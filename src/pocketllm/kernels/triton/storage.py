@@ -12,7 +12,7 @@ from pocketllm.kernels.triton.numerics import hadamard
 @triton.jit
 def storage_row(block_table, max_pages, slot, position, PAGE: tl.constexpr):
     """Row (int64) of a token in the planes seen as [(num_pages + 1) * page_size, Hk, width]."""
-    page = tl.load(block_table + slot.to(tl.int64) * max_pages + position // PAGE)
+    page = tl.load(block_table + slot * max_pages + position // PAGE)
     return page.to(tl.int64) * PAGE + position % PAGE
 
 
@@ -64,7 +64,7 @@ def rotate_kernel(x, out, signs, D: tl.constexpr, DP: tl.constexpr, BACK: tl.con
 def dequantize_kernel(
     k_out, v_out, planes, block_table, max_pages, slot, signs, bias, cos, sin,
     HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, ROTATED: tl.constexpr,
-    HALF: tl.constexpr, LOAD_K: tl.constexpr, LOAD_V: tl.constexpr,
+    HALF: tl.constexpr, SCALED: tl.constexpr, LOAD_K: tl.constexpr, LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """One program per token and KV head. HALF is half the rotated dims of a key bias, or 0 for none."""
     position, head = tl.program_id(0), tl.program_id(1)
@@ -74,10 +74,8 @@ def dequantize_kernel(
     key, k_scale = LOAD_K(planes, rows, valid, D, DP)
     value, v_scale = LOAD_V(planes, rows, valid, D, DP)
     key, value = key.to(tl.float32), value.to(tl.float32)
-    if k_scale is not None:
-        key *= k_scale[:, None]
-    if v_scale is not None:
-        value *= v_scale[:, None]
+    if SCALED:
+        key, value = key * k_scale[:, None], value * v_scale[:, None]
     key, value = tl.reshape(key, [DP]), tl.reshape(value, [DP])
     if ROTATED:
         sign = tl.load(signs + d, mask=d < D, other=0.0)

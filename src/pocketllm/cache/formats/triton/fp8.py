@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pocketllm.kernels.triton.numerics import fp8_to_fp16, unpacked_first
 from pocketllm.kernels.triton.pieces import TritonPieces
 from pocketllm.kernels.triton.storage import load_plane
 
@@ -28,13 +29,13 @@ def store_row(planes, row, k, v, D: tl.constexpr, DP: tl.constexpr):
 @triton.jit
 def load_k(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
     codes = load_plane(planes[0], rows, valid, D, DP)
-    return codes.to(tl.float16), tl.load(planes[2] + rows, mask=valid, other=1.0)
+    return fp8_to_fp16(codes), tl.load(planes[2] + rows, mask=valid, other=1.0)
 
 
 @triton.jit
 def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
     codes = load_plane(planes[1], rows, valid, D, DP)
-    return codes.to(tl.float16), tl.load(planes[3] + rows, mask=valid, other=1.0)
+    return unpacked_first(fp8_to_fp16(codes)), tl.load(planes[3] + rows, mask=valid, other=1.0)
 
 
-PIECES = TritonPieces(None, store_row, load_k, load_v)
+PIECES = TritonPieces(None, True, store_row, load_k, load_v)

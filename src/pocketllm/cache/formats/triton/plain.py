@@ -19,12 +19,12 @@ def store_row(planes, row, k, v, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def load_k(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    return load_plane(planes[0], rows, valid, D, DP), None
+    return load_plane(planes[0], rows, valid, D, DP), 1.0
 
 
 @triton.jit
 def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    return load_plane(planes[1], rows, valid, D, DP), None
+    return load_plane(planes[1], rows, valid, D, DP), 1.0
 
 
-PIECES = TritonPieces(None, store_row, load_k, load_v)
+PIECES = TritonPieces(None, False, store_row, load_k, load_v)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pocketllm.cache.formats.rotation import signs
 from pocketllm.cache.formats.triton.int8_per_token_head import load_k, store_int8
-from pocketllm.kernels.triton.numerics import INTERPRETED
+from pocketllm.kernels.triton.numerics import INTERPRETED, unpacked_first
 from pocketllm.kernels.triton.pieces import TritonPieces
 
 _CUBIC = tl.constexpr(0.0055)
@@ -119,8 +119,8 @@ def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
         mask = valid[:, None] & (d < D)[None, :]
         codes = tl.load(planes[1] + rows[:, None] * HALF + byte[None, :], mask=mask, other=0)
         tile = tl.where(mask, _level(tl.where((d < HALF)[None, :], codes & 15, codes >> 4)), 0.0).to(tl.float16)
-    return tile, scale
+    return unpacked_first(tile), scale
 
 
 def pieces(head_dim: int) -> TritonPieces:
-    return TritonPieces(signs(head_dim), store_row, load_k, load_v)
+    return TritonPieces(signs(head_dim), True, store_row, load_k, load_v)

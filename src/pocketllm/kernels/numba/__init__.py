@@ -1,0 +1,68 @@
+"""The CPU backend: kernels in Python, compiled by Numba and kept on disk; vectors of 16 float32, several threads."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pocketllm.kernels.numba.attention import append, attend, attention_workspace, dequantize, prefill
+from pocketllm.kernels.numba.gated_delta import (
+    gated_delta_commit,
+    gated_delta_decode,
+    gated_delta_prefill,
+    gated_delta_verify,
+)
+from pocketllm.kernels.numba.linear import Linear
+from pocketllm.kernels.numba.moe import mixture
+from pocketllm.kernels.numba.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
+from pocketllm.kernels.numba.simd import Target
+from pocketllm.kernels.numba.threads import pool, set_num_threads
+from pocketllm.kernels.types import LinearWeight
+
+name = "numba"
+_TARGET = Target.host()
+
+
+def _products() -> Linear:
+    return Linear(pool(), _TARGET)
+
+
+def pack_weight(weight: LinearWeight) -> LinearWeight:
+    return _products().pack_weight(weight)
+
+
+def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    return _products().linear(x, weight)
+
+
+def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
+    return _products().embedding(token_ids, weight, dtype)
+
+
+def moe(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: list[LinearWeight], down: list[LinearWeight]
+) -> Tensor:
+    return mixture(linear, x, expert_ids, expert_weights, gate_up, down)
+
+
+__all__ = [
+    "add_rms_norm",
+    "append",
+    "attend",
+    "attention_workspace",
+    "dequantize",
+    "embedding",
+    "gated_delta_commit",
+    "gated_delta_decode",
+    "gated_delta_prefill",
+    "gated_delta_verify",
+    "linear",
+    "moe",
+    "name",
+    "norm_rope",
+    "pack_weight",
+    "prefill",
+    "rms_norm",
+    "set_num_threads",
+    "sigmoid_mul",
+    "silu_mul",
+]
