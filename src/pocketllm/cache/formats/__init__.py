@@ -14,7 +14,7 @@ def _discover() -> dict[str, KVFormat]:
     for module in pkgutil.iter_modules(__path__):
         for kv_format in getattr(importlib.import_module(f"{__name__}.{module.name}"), "FORMATS", ()):
             found[kv_format.name] = kv_format
-    return found
+    return dict(sorted(found.items(), key=lambda item: -item[1].bytes_per_token(128)))  # largest first
 
 
 KV_FORMATS: dict[str, KVFormat] = _discover()
