@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tiny_models
 import torch
 from torch import Tensor
 
+import tiny_models
 from pocketllm import Engine, SlotEngine, SlotRequest
 from pocketllm.engine.request import RequestOutput
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import drain, engine, prompt, tokens_of
 
+from engines import drain, engine, prompt, tokens_of
 from pocketllm import AsyncEngine, Engine, SamplingParams
 from pocketllm.errors import PocketLLMError, RequestError
 

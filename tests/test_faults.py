@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
-from engines import drain, engine, feed, prompt, tokens_of
 from torch import Tensor
 
+import tiny_models
+from engines import drain, engine, feed, prompt, tokens_of
 from pocketllm import Engine, SamplingParams, SlotRequest
 from pocketllm.errors import (
     ModelError,
@@ -290,7 +290,7 @@ def test_a_damaged_weight_file_fails_construction_in_words(tmp_path: Path) -> No
     folder, _ = tiny_models.make("qwen3", tmp_path)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match="model.safetensors"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         Engine(folder, max_batch_size=1)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from engines import drain, engine, feed, prompt, tokens_of
 from torch import Tensor
 
 import pocketllm
+from engines import drain, engine, feed, prompt, tokens_of
 from pocketllm import SamplingParams
 from pocketllm.cache.formats import KV_FORMATS, KVFormat
 from pocketllm.cache.formats.rotation import hadamard, rotate, rotate_back
@@ -65,7 +65,14 @@ def test_zeros_and_extremes_survive(fmt: KVFormat) -> None:
 
 
 def test_bytes_per_token_at_head_dim_256() -> None:
-    expected = {"fp32": 2048, "fp16": 1024, "bf16": 1024, "fp8": 520, "int8_per_token_head": 520, "turboquant_k8v4": 392}
+    expected = {
+        "fp32": 2048,
+        "fp16": 1024,
+        "bf16": 1024,
+        "fp8": 520,
+        "int8_per_token_head": 520,
+        "turboquant_k8v4": 392,
+    }
     assert {name: fmt.bytes_per_token(256) for name, fmt in KV_FORMATS.items()} == expected
 
 
@@ -168,7 +175,9 @@ def test_no_format_is_named_outside_its_file() -> None:
     assert len(names) >= 3
     pattern = re.compile("|".join(rf"[\"']{name}[\"']" for name in names))
     for file in package.rglob("*.py"):
-        if file.parent.name not in ("formats", "weights") and file.name != "config_hf.py":  # "fp8" is a checkpoint's word too
+        if (
+            file.parent.name not in ("formats", "weights") and file.name != "config_hf.py"
+        ):  # "fp8" is a checkpoint's word too
             code = re.sub(r'"""(?:.|\n)*?"""', "", file.read_text())
             assert not pattern.search(code), f"{file.name} names a KV format: ask the format object instead"
             assert not re.search(r"isinstance\([^)]*(KVFormat|Fp8|Int8PerTokenHead|TurboQuant)", code), file.name

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
-from engines import engine, feed, prompt
 from torch import Tensor
 
+import tiny_models
+from engines import engine, feed, prompt
 from pocketllm import Engine, EngineOptions, SamplingParams, plan_memory
 from pocketllm.cache.formats import KV_FORMATS
 from pocketllm.engine.memory_plan import check_fits, context_table

@@ -8,11 +8,11 @@ from typing import Any
 
 import gguf
 import pytest
-import tiny_models
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import tiny_models
 from pocketllm import LLM, Engine, SamplingParams, SlotEngine, SlotRequest
 from pocketllm.kernels import BACKENDS
 

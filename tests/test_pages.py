@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pocketllm.cache.pages import PageEdits, PagedPool, SlotPages
+from pocketllm.cache.pages import PagedPool, PageEdits, SlotPages
 from pocketllm.errors import OutOfPages
 
 SLOTS, PAGES, MAX_PAGES, PAGE = 4, 14, 6, 16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -78,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(fail=st.integers(-3, 3))
     def step(self, fail: int) -> None:
-        before = [r for r in self.scheduler.waiting]
+        before = list(self.scheduler.waiting)
         plan = self.scheduler.schedule()
         admitted = before[: len(before) - len(self.scheduler.waiting)]
         assert list(self.scheduler.waiting) == before[len(admitted) :], "admission must be first come, first served"
@@ -111,10 +113,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 100))
     def acquire(self, tokens: int) -> None:
-        try:
+        with contextlib.suppress(NoFreeSlot, OutOfPages):
             self.held.append(self.scheduler.slots.acquire(tokens, SlotUse.ACQUIRED))
-        except (NoFreeSlot, OutOfPages):
-            pass
 
     @rule(which=st.integers(0, 5))
     def release(self, which: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
-from engines import drain, engine, feed, prompt, tokens_of
 from torch import Tensor
 
+import tiny_models
+from engines import drain, engine, feed, prompt, tokens_of
 from pocketllm import Engine, SamplingParams, SlotEngine
 from pocketllm.cache.formats import KV_FORMATS
 from pocketllm.kernels import BACKENDS
@@ -83,7 +83,7 @@ def test_verify_equals_decodes_and_rolls_back(kind: str, kv: str, layout: str, b
     got = [*verified[:2], *(feed(slots, {a: [token]}, "decode")[a] for token in after)]
     for logits, single in zip(got, decoded, strict=True):
         assert torch.equal(logits, single)
-    want = alone(slots, second + [7], 1)[-1]
+    want = alone(slots, [*second, 7], 1)[-1]
     assert torch.equal(feed(slots, {b: [7]}, "decode")[b], want)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from pocketllm.errors import ModelError
 from pocketllm.models.config_hf import config_from_folder
 from pocketllm.models.registry import read_model
-from pocketllm.weights.formats import W4, W8, Dense, Fp8Block
+from pocketllm.weights.formats import W4, W8, Dense, Fp8Block, W4Shifted
 from pocketllm.weights.gguf_file import GgufFile
 from pocketllm.weights.gguf_reader import GgufReader
 from pocketllm.weights.reader import Reader
@@ -168,7 +168,7 @@ def test_other_block_sizes_are_refused(tmp_path: Path) -> None:
 
 # -- GGUF --------------------------------------------------------------------------------------------------------------
 
-_STORED_AS = {"F32": Dense(torch.float32), "F16": Dense(torch.float16), "Q8_0": W8(), "Q4_0": W4(), "Q4_1": W4()}
+_STORED_AS = {"F32": Dense(torch.float32), "F16": Dense(torch.float16), "Q8_0": W8(), "Q4_0": W4Shifted(), "Q4_1": W4()}
 
 
 @pytest.mark.parametrize("type_name", ["F32", "Q8_0", "Q4_0", "Q4_1"])

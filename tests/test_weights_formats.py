@@ -16,6 +16,7 @@ from pocketllm.weights.formats import (
     W8,
     Dense,
     Fp8Block,
+    W4Shifted,
     convert,
     encode,
     merge,
@@ -74,7 +75,7 @@ def test_rounding_error_is_half_a_step(name: str, steps: int) -> None:
 
 def test_constant_and_zero_groups_are_exact() -> None:
     x = torch.zeros(2, 64)
-    for form in (W8(), W4(), Fp8Block()):
+    for form in (W8(), W4(), W4Shifted(), Fp8Block()):
         assert torch.equal(form.decode(form.encode(x)), x)
     x[1, 32:] = 0.5  # no range to spread over 15 steps: the minimum alone holds it
     assert torch.equal(W4().decode(W4().encode(x)), x)

@@ -12,6 +12,7 @@ from huggingface_hub import errors
 
 from pocketllm.errors import ModelError
 from pocketllm.models.registry import read_model
+from pocketllm.weights.base import Policy
 from pocketllm.weights.gguf_reader import GgufReader
 from pocketllm.weights.hub import find_model
 from tiny_models import make, make_gguf
@@ -97,5 +98,5 @@ def test_shapes_need_dummy_weights() -> None:
         read_model("qwen3-0.6b")
     checkpoint = read_model("qwen3-0.6b", "dummy")
     assert checkpoint.path is None
-    source = checkpoint.open_source(torch.float32, "auto", torch.device("cpu"), seed=3)
+    source = checkpoint.open_source(Policy("auto", torch.float32), torch.device("cpu"), seed=3)
     assert source.linear(["model.embed_tokens"], [512], 1024, role="embedding")[0].format.name == "bf16"

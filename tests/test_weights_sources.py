@@ -44,10 +44,10 @@ def test_plan_equals_loading_equals_dummy(kind: str, quantization: Quantization,
     else:
         path, _ = make(kind, tmp_path, dtype=torch.bfloat16, tie_word_embeddings=kind == "qwen2")
     checkpoint, dummy = read_model(path), read_model(path, "dummy")
-    loaded = _build(checkpoint.config, checkpoint.open_source(torch.float32, quantization, CPU))
+    loaded = _build(checkpoint.config, checkpoint.open_source(Policy(quantization, torch.float32), CPU))
     assert loaded == _planned(checkpoint, quantization)
     assert loaded == _planned(dummy, quantization)
-    assert loaded == _build(dummy.config, dummy.open_source(torch.float32, quantization, CPU))
+    assert loaded == _build(dummy.config, dummy.open_source(Policy(quantization, torch.float32), CPU))
 
 
 def test_policy_by_role(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_policy_by_role(tmp_path: Path) -> None:
     checkpoint = read_model(folder)
 
     def names(quantization: Quantization) -> list[str]:
-        source = checkpoint.open_source(torch.float32, quantization, CPU)
+        source = checkpoint.open_source(Policy(quantization, torch.float32), CPU)
         layer = source.scope("model.layers.0")
         asked = [
             layer.linear(["self_attn.o_proj"], [64], 128),
@@ -81,7 +81,7 @@ def test_stack_rows_bias_and_mixed_formats(tmp_path: Path) -> None:
     rows = torch.randperm(128, generator=torch.Generator().manual_seed(0))
 
     def ask(folder: Path) -> list:
-        scope = read_model(folder).open_source(torch.float32, "auto", CPU).scope("model.layers.1.self_attn")
+        scope = read_model(folder).open_source(Policy("auto", torch.float32), CPU).scope("model.layers.1.self_attn")
         return scope.linear(names, sizes, 64, bias=True, rows=rows)
 
     (weight,) = ask(folder)
@@ -103,7 +103,7 @@ def test_biases_and_small_tensors_are_private_copies(tmp_path: Path) -> None:
     folder, _ = make("qwen2", tmp_path)
     checkpoint = read_model(folder)
     for _ in range(2):
-        source = checkpoint.open_source(torch.float32, "auto", CPU).scope("model.layers.0")
+        source = checkpoint.open_source(Policy("auto", torch.float32), CPU).scope("model.layers.0")
         (weight,) = source.linear(["self_attn.k_proj"], [32], 64, bias=True)
         norm = source.tensor("input_layernorm.weight", (64,), offset=1.0)
         assert weight.bias is not None
@@ -115,7 +115,7 @@ def test_biases_and_small_tensors_are_private_copies(tmp_path: Path) -> None:
 
 def test_tied_head_is_the_embedding_and_stored_once(tmp_path: Path) -> None:
     folder, _ = make("qwen3", tmp_path, tie_word_embeddings=True)
-    source = read_model(folder).open_source(torch.float32, "auto", CPU)
+    source = read_model(folder).open_source(Policy("auto", torch.float32), CPU)
     (table,) = source.linear(["model.embed_tokens"], [512], 64, role="embedding")
     (head,) = source.linear(["lm_head"], [512], 64, role="head")
     assert head is table
@@ -133,7 +133,7 @@ def test_every_fault_is_named_in_one_error(tmp_path: Path) -> None:
     save_file(tensors, file)
     checkpoint = read_model(folder)
     with pytest.raises(ModelError) as info:
-        _build(checkpoint.config, checkpoint.open_source(torch.float32, "auto", CPU))
+        _build(checkpoint.config, checkpoint.open_source(Policy("auto", torch.float32), CPU))
     text = str(info.value)
     for part in (
         str(folder),
@@ -153,7 +153,7 @@ def test_a_long_list_of_faults_is_bounded(tmp_path: Path) -> None:
     save_file({k: v for k, v in load_file(file).items() if "layers.1." not in k and "layers.2." not in k}, file)
     checkpoint = read_model(folder)
     with pytest.raises(ModelError, match="22 weights do not fit") as info:
-        _build(checkpoint.config, checkpoint.open_source(torch.float32, "auto", CPU))
+        _build(checkpoint.config, checkpoint.open_source(Policy("auto", torch.float32), CPU))
     assert str(info.value).endswith("and 2 more")
 
 
@@ -161,8 +161,8 @@ def test_quantising_a_width_that_does_not_fit_is_refused(tmp_path: Path) -> None
     folder, _ = make("qwen2", tmp_path, intermediate_size=72)
     checkpoint = read_model(folder)
     with pytest.raises(ModelError, match=r"down_proj\.weight: w8 needs a width that is a multiple of 32, not 72"):
-        _build(checkpoint.config, checkpoint.open_source(torch.float32, "w8", CPU))
-    assert _build(checkpoint.config, checkpoint.open_source(torch.float32, "auto", CPU)) > 0
+        _build(checkpoint.config, checkpoint.open_source(Policy("w8", torch.float32), CPU))
+    assert _build(checkpoint.config, checkpoint.open_source(Policy("auto", torch.float32), CPU)) > 0
 
 
 def _dummy(seed: int = 0, quantization: Quantization = "auto", shape: str = "qwen3.8-27b-fp8") -> DummySource:

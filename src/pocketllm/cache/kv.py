@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pocketllm.cache.formats.base import KVFormat
-from pocketllm.cache.pages import PageEdits, PagedPool, PageTable, SlotPages
+from pocketllm.cache.pages import PagedPool, PageEdits, PageTable, SlotPages
 from pocketllm.kernels.types import KeyBias, LayerKV, TensorSpec
 
 

@@ -101,7 +101,7 @@ class _Planner:
         self.dtype = compute_dtype(options, device_type)
         self.kernels = select_kernels(options.kernels, device_type)
         self.tp = TensorParallel(0, options.tensor_parallel)
-        policy = Policy(options.quantization, self.dtype)
+        policy = Policy(options.quantization, self.dtype, self.kernels.pack_weight)
         source = PlannedSource(storage or ConfigStorage(config), policy, tied_head=config.tie_word_embeddings)
         try:
             model = QwenModel(

@@ -22,6 +22,7 @@ from pocketllm.kernels.protocol import Kernels
 from pocketllm.layers.batch import Kind
 from pocketllm.models.registry import Checkpoint, read_model
 from pocketllm.options import EngineOptions
+from pocketllm.weights.base import Policy
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class SlotEngine:
         check_fits(self.plan, self.config, options, self.device.type, storage)
         dtype = compute_dtype(options, self.device.type)
         try:
-            source = self.checkpoint.open_source(dtype, options.quantization, self.device, options.seed)
+            policy = Policy(options.quantization, dtype, self.kernels.pack_weight)
+            source = self.checkpoint.open_source(policy, self.device, options.seed)
             self.runner = ModelRunner(self.config, options, self.plan, source, self.kernels, self.device)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise MemoryPlanError(

@@ -25,7 +25,7 @@ class Kernels(Protocol):
     name: str
 
     def pack_weight(self, weight: LinearWeight) -> LinearWeight:
-        """The same weight in the order this backend reads fastest, in the same number of bytes; called once, at load."""
+        """The same weight in the order this backend reads fastest; called once, at load, and on meta tensors to plan."""
 
     def attention_workspace(self, num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
         """Most bytes of intermediate tensors that attention of q_len queries over kv_len tokens takes at a time."""

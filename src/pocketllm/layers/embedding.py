@@ -25,7 +25,7 @@ class Vocabulary:
 
     def _take(self, source: WeightSource, name: str, rows: int, hidden: int, role: Role) -> LinearWeight:
         (weight,) = source.linear([name], [rows], hidden, role=role)
-        return self._kernels.pack_weight(weight)
+        return weight
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, H] in the compute type."""

@@ -1,4 +1,4 @@
-"""Gated DeltaNet, the linear-attention layer of Qwen3-Next, 3.5 and later: its memory is one state per slot, of fixed size."""
+"""Gated DeltaNet, the linear attention of Qwen3-Next, 3.5 and later: its memory is one state per slot, of fixed size."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Linear:
 
     def __init__(self, kernels: Kernels, parts: Sequence[LinearWeight]) -> None:
         self._kernels = kernels
-        self.parts = [kernels.pack_weight(part) for part in parts]
+        self.parts = list(parts)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""

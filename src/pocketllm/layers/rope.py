@@ -1,4 +1,4 @@
-"""Rotary position embedding tables (RoFormer, arXiv 2104.09864), with the context extensions the Qwen and Llama families use."""
+"""Rotary position embedding tables (RoFormer, arXiv 2104.09864), with the Qwen and Llama families' context extensions."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class SparseMoE:
             expert = source.scope(f"experts.{index}")
             (gate_up,) = expert.linear(["gate_proj", "up_proj"], [inner, inner], hidden)
             (down,) = expert.linear(["down_proj"], [hidden], inner)
-            self.gate_up.append(kernels.pack_weight(gate_up))
-            self.down.append(kernels.pack_weight(down))
+            self.gate_up.append(gate_up)
+            self.down.append(down)
         self.shared: MLP | None = None
         if moe.shared_intermediate_size:
             shared = source.scope("shared_expert")

@@ -13,7 +13,7 @@ from pocketllm.errors import ModelError
 from pocketllm.models.config import ModelConfig
 from pocketllm.models.config_gguf import config_from_gguf
 from pocketllm.models.config_hf import config_from_dict, config_from_folder
-from pocketllm.options import LoadFormat, Quantization
+from pocketllm.options import LoadFormat
 from pocketllm.weights.base import Policy
 from pocketllm.weights.checkpoint import CheckpointSource
 from pocketllm.weights.dummy import DummySource
@@ -35,11 +35,9 @@ class Checkpoint:
     storage: Storage  # what `weights.dummy.PlannedSource` needs to count bytes
     reader: Reader | None
 
-    def open_source(
-        self, compute_dtype: torch.dtype, quantization: Quantization, device: torch.device, seed: int = 0
-    ) -> CheckpointSource | DummySource:
+    def open_source(self, policy: Policy, device: torch.device, seed: int = 0) -> CheckpointSource | DummySource:
         """The weights, put on `device` as they are asked for. `seed` is that of random weights."""
-        policy, tied = Policy(quantization, compute_dtype), self.config.tie_word_embeddings
+        tied = self.config.tie_word_embeddings
         if self.reader is None:
             return DummySource(self.storage, policy, device, tied_head=tied, seed=seed)
         return CheckpointSource(self.reader, policy, device, tied_head=tied)

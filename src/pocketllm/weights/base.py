@@ -7,7 +7,7 @@ A matrix is handed out in the format that `Policy` chooses from three things: ho
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +21,26 @@ from pocketllm.weights.source import Role
 
 _ERROR_LINES = 20  # problems named in full by `finish`
 
-_KEPT = {"w8": ("w8", "w4"), "w4": ("w4",)}  # stored formats that re-encoding would not make smaller
+_KEPT = {
+    "w8": ("w8", "w4", "w4_shifted"),
+    "w4": ("w4", "w4_shifted"),
+}  # stored formats that re-encoding would not make smaller
+
+
+def _as_it_is(weight: LinearWeight) -> LinearWeight:
+    return weight
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Which format a matrix is kept in: `EngineOptions.quantization` applied to its role and its storage."""
+    """Which format a matrix is kept in: `EngineOptions.quantization` applied to its role and its storage.
+
+    pack: the backend's `pack_weight`, applied to every finished matrix (on the meta device too, where bytes are planned).
+    """
 
     quantization: Quantization
     compute_dtype: torch.dtype
+    pack: Callable[[LinearWeight], LinearWeight] = _as_it_is
 
     def target(self, stored: StoredFormat, role: Role) -> StoredFormat:
         """auto: as stored; none: the compute type; w8, w4: re-encoded where that is smaller.
@@ -94,6 +105,7 @@ class BaseSource(ABC):
                 stack = _reordered(stack, rows)
             except ModelError as error:
                 self.problems.append(f"{', '.join(names)}: {error}")
+        stack = [self.policy.pack(weight) for weight in stack]
         self.nbytes += sum(weight.nbytes for weight in stack)
         if role == "embedding":
             self._embedding = stack[0]

@@ -5,9 +5,10 @@
     fp8_block   weight float8_e4m3fn [N, K], scale float32 [N/128, K/128]      weight * scale of its 128 x 128 block
     w8          q int8 [N, K], scale float16 [N, K/32]                         q * scale of its group
     w4          q uint8 [N, K/2], scale, minimum float16 [N, K/32]             q * scale + minimum of its group
+    w4_shifted  q uint8 [N, K/2], scale float16 [N, K/32]                      (q - 8) * scale of its group
 
 A group is 32 neighbours along K. In w4 a group's 16 bytes hold element j in the low and element 16 + j in the high
-nibble of byte j. W8 holds GGUF's Q8_0 (and Q4_0) exactly, W4 holds Q4_1 exactly, and Q4_0 with minimum = -8 * scale.
+nibble of byte j. W8 holds GGUF's Q8_0 exactly, W4 holds Q4_1, and w4_shifted Q4_0.
 """
 
 from __future__ import annotations
@@ -207,18 +208,51 @@ class W4(_FreeRows):
 
     def decode(self, tensors: Sequence[Tensor]) -> Tensor:
         q, scale, minimum = tensors
-        n, k = q.shape[0], q.shape[1] * 2
-        grouped = q.view(n, -1, GROUP // 2)
-        codes = torch.cat([grouped & 15, grouped >> 4], dim=2).float()  # [N, K/32, 32]
-        return (codes * scale.float()[..., None] + minimum.float()[..., None]).view(n, k)
+        return (_nibbles(q) * scale.float()[..., None] + minimum.float()[..., None]).flatten(1)
 
     def decode_rows(self, tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
         return self.decode([t[rows] for t in tensors])
 
 
+@dataclass(frozen=True)
+class W4Shifted(_FreeRows):
+    """4 bits with one float16 scale per group of 32 along K; codes 0 to 15 stand for -8 to 7 scales."""
+
+    @property
+    def name(self) -> str:
+        return "w4_shifted"
+
+    def specs(self, n: int, k: int) -> tuple[TensorSpec, ...]:
+        groups = _groups(self.name, k)
+        return (TensorSpec("q", (n, k // 2), torch.uint8), TensorSpec("scale", (n, groups), torch.float16))
+
+    def encode(self, matrix: Tensor) -> tuple[Tensor, ...]:
+        """The value of largest magnitude gets code 0, as in GGUF's Q4_0: the negative side has one code more."""
+        n, k = matrix.shape
+        x = matrix.float().view(n, _groups(self.name, k), GROUP)
+        extreme = x.gather(2, x.abs().argmax(dim=2, keepdim=True))[..., 0]
+        scale = _float16(extreme / -8.0)
+        q = (torch.round(x / _nonzero(scale.float())[..., None]) + 8).clamp_(0, 15)
+        low, high = q.to(torch.uint8).chunk(2, dim=2)
+        return (low | high << 4).view(n, k // 2), scale
+
+    def decode(self, tensors: Sequence[Tensor]) -> Tensor:
+        q, scale = tensors
+        return ((_nibbles(q) - 8) * scale.float()[..., None]).flatten(1)
+
+    def decode_rows(self, tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
+        return self.decode([t[rows] for t in tensors])
+
+
+def _nibbles(q: Tensor) -> Tensor:
+    """Codes [N, K/2] uint8, two to a byte -> [N, K/32, 32] float32."""
+    grouped = q.view(len(q), -1, GROUP // 2)
+    return torch.cat([grouped & 15, grouped >> 4], dim=2).float()
+
+
 _DENSE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-_ALL: tuple[StoredFormat, ...] = (*(Dense(dtype) for dtype in _DENSE_NAMES), Fp8Block(), W8(), W4())
+_ALL: tuple[StoredFormat, ...] = (*(Dense(dtype) for dtype in _DENSE_NAMES), Fp8Block(), W8(), W4(), W4Shifted())
 FORMATS: dict[str, StoredFormat] = {f.name: f for f in _ALL}
 
 

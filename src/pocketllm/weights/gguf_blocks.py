@@ -3,7 +3,7 @@
 A row is a sequence of blocks; those of 32 elements are repacked without touching a value:
 
     Q8_0   float16 d, 32 x int8 q                value d * q            -> W8
-    Q4_0   float16 d, 16 bytes                   value d * (q - 8)      -> W4 with minimum -8 d
+    Q4_0   float16 d, 16 bytes                   value d * (q - 8)      -> W4Shifted
     Q4_1   float16 d, float16 m, 16 bytes        value d * q + m        -> W4
 
 Byte j of the 16 holds element j (low nibble) and 16 + j (high nibble), as in W4. F32, F16 and BF16 stay as they are;
@@ -22,7 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from pocketllm.errors import ModelError
-from pocketllm.weights.formats import W4, W8, Dense, StoredFormat
+from pocketllm.weights.formats import W4, W8, Dense, StoredFormat, W4Shifted
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -38,8 +38,10 @@ def format_of(kind: GGMLQuantizationType) -> StoredFormat:
     """The weight format that holds this block type. ModelError if nobody can decode it."""
     if kind in _DENSE:
         return Dense(_DENSE[kind])
-    if kind in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1):
+    if kind == GGMLQuantizationType.Q4_1:
         return W4()
+    if kind == GGMLQuantizationType.Q4_0:
+        return W4Shifted()
     if not _can_decode(kind):
         raise ModelError(f"GGUF type {kind.name} is not supported: requantise the file, for example to Q8_0 or Q4_K")
     return W8()
@@ -57,8 +59,7 @@ def unpack(raw: Bytes, kind: GGMLQuantizationType) -> tuple[Tensor, ...]:
         return _plane(q, torch.uint8), _plane(scale, torch.float16), _plane(minimum, torch.float16)
     if kind == GGMLQuantizationType.Q4_0:
         scale, q = _fields(raw, 18, 2)
-        scales = _plane(scale, torch.float16)
-        return _plane(q, torch.uint8), scales, scales * -8.0
+        return _plane(q, torch.uint8), _plane(scale, torch.float16)
     parts = [W8().encode(decode(raw[i : i + _DECODE_ROWS], kind)) for i in range(0, len(raw), _DECODE_ROWS)]
     return tuple(torch.cat(planes) for planes in zip(*parts, strict=True))
 

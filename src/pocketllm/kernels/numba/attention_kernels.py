@@ -25,7 +25,7 @@ from pocketllm.kernels.numba.attention_tiles import (
     weight_sum,
 )
 from pocketllm.kernels.numba.format_pieces import head_dim, is_rotated, tile_rows, tile_tokens
-from pocketllm.kernels.numba.format_simd import load_i32
+from pocketllm.kernels.numba.format_simd import keep_alive, load_i32
 from pocketllm.kernels.numba.runtime import kernel, parallel_for
 from pocketllm.kernels.numba.simd import load_f32, load_f32x16, splat, store_f32, store_f32x16
 
@@ -146,6 +146,7 @@ def _attend_items(begin, end, core, cache, bias, batch, mask, scale, signs, max_
             to = partial + 4 * item * size
             for j in range(0, size, 16):
                 store_f32x16(to + 4 * j, load_f32x16(result + 4 * j))
+    keep_alive(scratch)
 
 
 @kernel
@@ -168,6 +169,7 @@ def _merge_items(begin, end, core, cache, batch, signs, max_splits, blocks, part
             merge_split(total.ctypes.data, part, blocks * rows, dim)
         to = out + (i * q_len * num_heads + head * group) * dim * 4
         _finish(core, total.ctypes.data, q_len * group, group, to, 4 * dim, 4 * num_heads * dim, signs)
+        keep_alive(total)
 
 
 @kernel
@@ -187,6 +189,7 @@ def attend_kernel(pool, core, cache, bias, batch, mask, scale, signs):  # type: 
     )
     if max_splits > 1:
         parallel_for(pool, _merge_items, n * kv_heads, 1, (core, cache, batch, signs, max_splits, blocks, address))
+    keep_alive(partial)
 
 
 @kernel
@@ -224,6 +227,7 @@ def _prefill_items(begin, end, core, cache, bias, batch, mask, scale, signs, que
             )  # fmt: skip
             merge_split(total, memory + 4 * layout[0], blocks * rows, dim)
         _finish(core, total, num_rows, group, out + first, 4 * dim, 4 * num_heads * dim, signs)
+    keep_alive(scratch)
 
 
 @kernel

@@ -18,7 +18,7 @@ from pocketllm.kernels.numba.format_pieces import (
     row_at,
     v_scale,
 )
-from pocketllm.kernels.numba.format_simd import load_i32, load_i64
+from pocketllm.kernels.numba.format_simd import keep_alive, load_i32, load_i64
 from pocketllm.kernels.numba.runtime import kernel, parallel_for
 from pocketllm.kernels.numba.simd import load_f32, load_f32x16, splat, store_f32, store_f32x16
 from pocketllm.kernels.numba.vector_math import hadamard
@@ -83,6 +83,7 @@ def _append_items(begin, end, core, cache, k, v, token_slots, positions, signs):
                 rotate(core, k_row, signs)
                 rotate(core, v_row, signs)
             encode_row(core, k_row, v_row, row_at(core, cache[0], _row_number(cache, slot, position, head)))
+    keep_alive(scratch)
 
 
 @kernel

@@ -237,3 +237,27 @@ def store_i64(typingctx: Any, address: Any, value: Any) -> Any:
         return ctx.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_i16x16(typingctx: Any, address: Any) -> Any:
+    """16 int16."""
+    return f32x16(types.int64), lambda ctx, b, sig, a: b.sitofp(b.sext(_load(b, a[0], _vec(_I16)), _VI32), _VF32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_i16x16(typingctx: Any, address: Any, value: Any) -> Any:
+    """Writes 16 whole numbers in [-32768, 32767] as int16 (a NaN becomes 0)."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        ints = _call(b, "llvm.fptosi.sat.v16i32.v16f32", _VI32, [a[1]])
+        b.store(b.trunc(ints, _vec(_I16)), _at(b, a[0], 0, _vec(_I16)), align=1)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def keep_alive(typingctx: Any, array: Any) -> Any:
+    """To be called when an array of which only the address is used may go: Numba frees it after its last mention."""
+    return types.void(array), lambda ctx, b, sig, a: ctx.get_dummy_value()

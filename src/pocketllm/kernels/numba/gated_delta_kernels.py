@@ -22,7 +22,7 @@ import math
 import numpy as np
 from numba import njit
 
-from pocketllm.kernels.numba.format_simd import load_i32
+from pocketllm.kernels.numba.format_simd import keep_alive, load_i32
 from pocketllm.kernels.numba.runtime import kernel, parallel_for
 from pocketllm.kernels.numba.simd import fma, load_f32, load_f32x16, splat, store_f32, store_f32x16
 from pocketllm.kernels.numba.vector_math import silu, sum_lanes
@@ -273,6 +273,7 @@ def _sequences(begin, end, inputs, weights, shape, state, slot_ids, bounds, q_le
             _keep_tail(x, qkv_row, length, k_channel, dk, tail, taps)
             v_channel = 2 * key_heads * dk + head * per_key * dv
             _keep_tail(x, qkv_row, length, v_channel, per_key * dv, tail, taps)
+    keep_alive(scratch)
 
 
 @njit

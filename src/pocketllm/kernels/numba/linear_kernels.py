@@ -6,8 +6,8 @@ first and are not stored.
 
 Tried and dropped (2 cores of a Zen 5 EPYC, shared with other work, 2026-11-29): cutting K so that a tile's x stays in
 the L1 cache was about twice as slow for 8 rows at 4096 x 4096 (perhaps because each cut ends the stream of weights that
-the prefetcher follows; not tested). Preparing x by rows instead of steps let two threads write the same cache lines: the
-product of 8 rows with 896 x 4864 took 330 us, 220 us without it.
+the prefetcher follows; not tested). Preparing x by rows instead of steps let two threads write the same cache lines:
+the product of 8 rows with 896 x 4864 took 330 us, 220 us without it.
 """
 
 from __future__ import annotations

@@ -30,21 +30,18 @@ def pack_weight(weight: LinearWeight, target: Target) -> LinearWeight:
     name = weight.format.name
     if name not in _LAYOUTS:
         raise ValueError(f"no packed layout for weight format {name!r}: use one of {', '.join(_LAYOUTS)}")
-    if name == "w4" and _is_shifted(weight.tensors):
-        name = "w4_shifted"
     n, k = weight.shape
     packed_format = PackedFormat(weight.format, Scheme(name, target), weight.shape)
     (spec,) = packed_format.specs(n, k)
+    if weight.tensors[0].is_meta:
+        return LinearWeight(
+            packed_format, weight.shape, (torch.empty(spec.shape, dtype=spec.dtype, device="meta"),), weight.bias
+        )
     packed = torch.zeros(spec.shape, dtype=spec.dtype)
     layout = _LAYOUTS[name]
     for start in range(0, spec.shape[0], _CHUNK_BLOCKS):
         layout.pack(weight.tensors, start, packed[start : start + _CHUNK_BLOCKS])
     return LinearWeight(packed_format, weight.shape, (packed,), weight.bias)
-
-
-def _is_shifted(tensors: Sequence[Tensor]) -> bool:
-    _, scale, minimum = tensors
-    return torch.equal(scale * -8, minimum)
 
 
 @dataclass(frozen=True)

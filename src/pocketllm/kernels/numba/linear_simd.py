@@ -347,9 +347,7 @@ def tile_store(typingctx: Any, acc: Any, lanes: Any, y: Any, stride: Any, rows: 
         accs, _, y, stride, rows, columns, bias = a
         values = _unpack(b, accs, acc)
         has_bias = b.icmp_signed("!=", bias, ir.Constant(_I64, 0))
-        readable = b.select(
-            has_bias, bias, y
-        )  # a masked load from address 0 is harmless, but slow (about 0.1 us, from what leaving it out saved)
+        readable = b.select(has_bias, bias, y)  # a masked load from address 0 is legal but slow
         for l in range(num_lanes):
             mask = _lanes_below(b, columns, l * LANES)
             added = _masked_load(b, readable, 64 * l, b.and_(mask, _splat(b, has_bias)))

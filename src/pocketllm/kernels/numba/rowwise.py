@@ -7,7 +7,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from pocketllm.kernels.numba.format_simd import load_i64
+from pocketllm.kernels.numba.format_simd import keep_alive, load_i64
 from pocketllm.kernels.numba.runtime import kernel, parallel_for
 from pocketllm.kernels.numba.simd import fma, splat
 from pocketllm.kernels.numba.threads import pool_handle
@@ -74,6 +74,7 @@ def _rope_tokens(begin, end, x, x_row, norm, eps, cos, sin, positions, heads, di
                 store_f32x16_part(to + 4 * (half + i), b * ci + a * si, some)
             for i in range(2 * half, dim, 16):
                 store_f32x16_part(to + 4 * i, load_f32x16_part(y + 4 * i, dim - i), dim - i)
+    keep_alive(scratch)
 
 
 @kernel

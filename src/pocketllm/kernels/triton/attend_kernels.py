@@ -55,7 +55,7 @@ def split_kernel(
         queries = tl.load(q + out_row[:, None] * D + d[None, :], mask=q_mask, other=0.0)
         if HALF > 0:
             bias_a, bias_b, bias_c = bias_queries(raw_q, out_row * D, in_rows, bias, head, HALF, HALFP, D, DP)
-        state = start_state(BLOCK_M, DP)
+        state = start_state(BLOCK_M, DP, SCALED)
         first = first_tile(split * SPLIT, kv_len - Q + item // HK % BLOCKS * BLOCK_M // GROUP, BLOCK_N, WINDOW, SINKS)
         for start in range(first, tl.minimum(split * SPLIT + SPLIT, kv_len), BLOCK_N):
             tokens = start + tl.arange(0, BLOCK_N)

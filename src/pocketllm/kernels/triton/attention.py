@@ -16,7 +16,13 @@ from pocketllm.kernels.triton.attend_kernels import merge_kernel, split_kernel
 from pocketllm.kernels.triton.pieces import TritonCodec, TritonPieces
 from pocketllm.kernels.triton.prefill_kernels import prefill_kernel
 from pocketllm.kernels.triton.storage import append_kernel, dequantize_kernel, rotate_kernel
-from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, attention_config, multiprocessors
+from pocketllm.kernels.triton.tuning import (
+    AttendConfig,
+    AttentionConfig,
+    PrefillConfig,
+    attention_config,
+    multiprocessors,
+)
 from pocketllm.kernels.types import AttentionMask, KVCodec, LayerKV
 
 ROW_BLOCK = 16  # rows of a tensor-core tile; a verify pass takes up to two at a time
@@ -90,18 +96,28 @@ def _rotated(x: Tensor, signs: Tensor, dtype: torch.dtype, back: bool) -> Tensor
 
 
 def attend(kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor, scale: float, mask: AttentionMask) -> Tensor:
+    return attend_with(_config(kv), kv, q, slot_ids, kv_lens, scale, mask)
+
+
+def attend_with(
+    config: AttentionConfig,
+    kv: LayerKV,
+    q: Tensor,
+    slot_ids: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    mask: AttentionMask,
+) -> Tensor:
+    """`attend` with given tile sizes, as the tuner calls it."""
     n, q_len, num_heads, head_dim = q.shape
-    group = num_heads // kv.planes[0].shape[2]
-    config = _config(kv)
-    one_block = group * q_len <= ROW_BLOCK
-    chosen = config.attend if one_block else config.verify
+    one_block = num_heads // kv.planes[0].shape[2] * q_len <= ROW_BLOCK
+    chosen, block_m = (config.attend, ROW_BLOCK) if one_block else (config.verify, 2 * ROW_BLOCK)
     max_splits = -(-kv.block_table.shape[1] * kv.page_size // chosen.split)
     at_a_time = max(PARTIALS // (q_len * num_heads * max_splits * (head_dim + 2) * 4), 1)
     q = q.contiguous()
     out = torch.empty_like(q)
     for i in range(0, n, at_a_time):
         part = slice(i, min(i + at_a_time, n))
-        block_m = ROW_BLOCK if one_block else 2 * ROW_BLOCK
         _attend(kv, q[part], slot_ids[part], kv_lens[part], scale, mask, out[part], chosen, block_m, max_splits)
     return out
 
@@ -149,8 +165,22 @@ def prefill(
     scale: float,
     mask: AttentionMask,
 ) -> Tensor:
+    return prefill_with(_config(kv).prefill, kv, q, slot_ids, cu_seqlens_q, kv_lens, scale, mask)
+
+
+def prefill_with(
+    config: PrefillConfig,
+    kv: LayerKV,
+    q: Tensor,
+    slot_ids: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    mask: AttentionMask,
+) -> Tensor:
+    """`prefill` with given tile sizes, as the tuner calls it."""
     num_tokens, num_heads, head_dim = q.shape
-    pieces, config, n = _pieces(kv.codec, kv.head_dim), _config(kv).prefill, len(slot_ids)
+    pieces, n = _pieces(kv.codec, kv.head_dim), len(slot_ids)
     signs, kv_heads, half = _signs(pieces, q.device), kv.planes[0].shape[2], _half(kv)
     q = q.contiguous()
     stored_q = q if signs is None else _rotated(q, signs, torch.float16, back=False)

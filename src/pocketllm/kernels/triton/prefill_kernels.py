@@ -51,7 +51,7 @@ def prefill_kernel(
         queries = tl.load(q + at[:, None] + d[None, :], mask=q_mask, other=0.0)
         if HALF > 0:
             bias_a, bias_b, bias_c = bias_queries(raw_q, at, in_rows, bias, head, HALF, HALFP, D, DP)
-        state = start_state(BLOCK_M, DP)
+        state = start_state(BLOCK_M, DP, SCALED)
         begin = first_tile(0, kv_len - num_queries + block * BLOCK_M // GROUP, BLOCK_N, WINDOW, SINKS)
         end = tl.minimum(kv_len, kv_len - num_queries + (block * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
         for start in range(begin, end, BLOCK_N):

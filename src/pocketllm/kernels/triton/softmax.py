@@ -23,10 +23,10 @@ def find_sequence(counts, index, item):
 
 
 @triton.jit
-def start_state(M: tl.constexpr, DP: tl.constexpr):
+def start_state(M: tl.constexpr, DP: tl.constexpr, SCALED: tl.constexpr):
     """(largest score, exponent of V's scale, sum of weights, weighted values) before the first tile."""
     largest = tl.full([M], float("-inf"), tl.float32)
-    power = tl.full([M], -126.0, tl.float32)
+    power = tl.full([M], -126.0 if SCALED else 0.0, tl.float32)
     return largest, power, tl.zeros([M, 16], tl.float32), tl.zeros([M, DP], tl.float32)
 
 
