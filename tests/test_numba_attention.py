@@ -177,7 +177,8 @@ def test_append_stores_what_the_format_defines(world: World) -> None:
     expected = empty_layer(world.case)
     for slot, n in enumerate(LENGTHS):
         reference.append(expected, world.k[slot], world.v[slot], torch.full((n,), slot), torch.arange(n))
-    for plane, got, want in zip(world.case.kv_format.planes(world.case.head_dim), world.kv.planes, expected.planes):
+    specs = world.case.kv_format.planes(world.case.head_dim)
+    for plane, got, want in zip(specs, world.kv.planes, expected.planes, strict=True):
         got, want = got.view(torch.uint8), want.view(torch.uint8)
         if not torch.equal(got, want):  # only where the sums of a least-squares scale run in another order
             assert plane.name in ("v", "v_scale")

@@ -19,7 +19,7 @@ History = Callable[[], Sequence[int]]  # a slot's token ids, asked for only when
 
 @dataclass(frozen=True)
 class PassResult:
-    """logits: [V] (prefill, decode) or [Q, V] (verify), None for a chunk that asked for none; or the error."""
+    """logits: [V] (prefill, decode) or [Q, V] (verify, all_logits), None for a chunk that asked for none; or the error."""
 
     logits: Tensor | None = None
     error: Exception | None = None
@@ -29,7 +29,9 @@ class PassRunner:
     def __init__(self, runner: ModelRunner, slots: SlotTable, chunk: int, has_state: bool) -> None:
         self._runner, self._slots, self._chunk, self._has_state = runner, slots, chunk, has_state
 
-    def run(self, kind: Kind, items: Sequence[SlotTokens], histories: Sequence[History]) -> list[PassResult]:
+    def run(
+        self, kind: Kind, items: Sequence[SlotTokens], histories: Sequence[History], *, all_logits: bool = False
+    ) -> list[PassResult]:
         """One result an item. If the joint pass raises, each item is tried alone, and only those that raise again fail.
 
         histories give the tokens of each slot before its item's: a pass that broke off half-way may have moved recurrent
@@ -38,16 +40,16 @@ class PassRunner:
         edits, resets = self._slots.take_changes()
         self._runner.apply(edits, resets)
         try:
-            return self._split(kind, items, self._runner.forward(kind, items))
+            return self._forward(kind, items, all_logits)
         except Exception as error:
             if len(items) == 1 and not self._has_state:
                 return [PassResult(error=_described(error, items[0]))]
-            return [self._alone(kind, item, history) for item, history in zip(items, histories, strict=True)]
+            return [self._alone(kind, item, history, all_logits) for item, history in zip(items, histories, strict=True)]
 
-    def _alone(self, kind: Kind, item: SlotTokens, history: History) -> PassResult:
+    def _alone(self, kind: Kind, item: SlotTokens, history: History, all_logits: bool) -> PassResult:
         try:
             self.undo(item, history)
-            return self._split(kind, [item], self._runner.forward(kind, [item]))[0]
+            return self._forward(kind, [item], all_logits)[0]
         except Exception as error:
             self.undo(item, history)
             return PassResult(error=_described(error, item))
@@ -62,9 +64,9 @@ class PassRunner:
             end = min(start + self._chunk, item.start)
             self._runner.forward("prefill", [SlotTokens(item.slot, start, tokens[start:end], wants_logits=False)])
 
-    @staticmethod
-    def _split(kind: Kind, items: Sequence[SlotTokens], logits: Tensor) -> list[PassResult]:
-        if kind == "verify":
+    def _forward(self, kind: Kind, items: Sequence[SlotTokens], all_logits: bool) -> list[PassResult]:
+        logits = self._runner.forward(kind, items, all_logits=all_logits)
+        if kind == "verify" or all_logits:
             return [PassResult(rows) for rows in torch.split(logits, [len(item.token_ids) for item in items])]
         rows = iter(logits)
         return [PassResult(next(rows) if item.wants_logits else None) for item in items]

@@ -68,13 +68,13 @@ class ModelRunner:
             self.state.reset(slot)
 
     @torch.inference_mode()
-    def forward(self, kind: Kind, items: Sequence[SlotTokens]) -> Tensor:
+    def forward(self, kind: Kind, items: Sequence[SlotTokens], *, all_logits: bool = False) -> Tensor:
         """Appends the items' tokens to their slots; returns logits [m, V] float32.
 
-        prefill: one row for each item with wants_logits, of its last token. decode, verify: a row for every token, in
-        order; verify leaves the recurrent state to `commit`.
+        prefill: one row for each item with wants_logits, of its last token (all_logits: for every token). decode, verify:
+        a row for every token, in order; verify leaves the recurrent state to `commit`.
         """
-        batch = self._batch(kind, items)
+        batch = self._batch(kind, items, all_logits)
         return self._forward(batch) if kind == "prefill" else self._graphs.run(batch)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
@@ -84,13 +84,13 @@ class ModelRunner:
         """Move recurrent state forward by the accepted tokens of the last verify pass."""
         self.state.commit(slots, num_tokens)
 
-    def _batch(self, kind: Kind, items: Sequence[SlotTokens]) -> ForwardBatch:
+    def _batch(self, kind: Kind, items: Sequence[SlotTokens], all_logits: bool) -> ForwardBatch:
         lengths = [len(item.token_ids) for item in items]
         bounds = [0]
         for length in lengths:
             bounds.append(bounds[-1] + length)
         rows: list[int] | None = None
-        if kind == "prefill":
+        if kind == "prefill" and not all_logits:
             rows = [end - 1 for end, item in zip(bounds[1:], items, strict=True) if item.wants_logits]
         positions = [p for item in items for p in range(item.start, item.start + len(item.token_ids))]
 

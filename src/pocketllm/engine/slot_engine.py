@@ -166,9 +166,12 @@ class SlotEngine:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def batch_prefill(self, requests: Sequence[SlotRequest]) -> list[SlotResult]:
-        """Append any number of tokens to each slot; logits after the last one, [V]."""
-        return self._run_explicit("prefill", requests)
+    def batch_prefill(self, requests: Sequence[SlotRequest], *, all_logits: bool = False) -> list[SlotResult]:
+        """Append any number of tokens to each slot; logits after the last one, [V].
+
+        all_logits: after every token, [Q, V]. That is Q * V floats beyond the memory plan: keep Q small.
+        """
+        return self._run_explicit("prefill", requests, all_logits=all_logits)
 
     def batch_decode(self, requests: Sequence[SlotRequest]) -> list[SlotResult]:
         """Append one token to each slot; logits after it, [V]."""
@@ -216,7 +219,9 @@ class SlotEngine:
                 raise RequestError(f"token id {token!r}: this model's ids are 0 to {self.config.vocab_size - 1}")
         return ids
 
-    def _run_explicit(self, kind: Kind, requests: Sequence[SlotRequest]) -> list[SlotResult]:
+    def _run_explicit(
+        self, kind: Kind, requests: Sequence[SlotRequest], *, all_logits: bool = False
+    ) -> list[SlotResult]:
         seen: set[int] = set()
         for request in requests:
             self.slots.expect(request.slot, SlotUse.ACQUIRED)
@@ -233,7 +238,8 @@ class SlotEngine:
                 results[request.slot] = SlotResult(request.slot, error=error)
         if items:
             histories = [partial(self._held, item.slot) for item in items]
-            for item, result in zip(items, self.passes.run(kind, items, histories), strict=True):
+            passed = self.passes.run(kind, items, histories, all_logits=all_logits)
+            for item, result in zip(items, passed, strict=True):
                 results[item.slot] = self._keep(kind, item, result.logits, result.error)
         return [results[request.slot] for request in requests]
 

@@ -98,18 +98,15 @@ class QwenModel:
 
     def __call__(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> Tensor:
         """Runs one pass; returns the logits of `batch.logits_rows`, [m, V] float32."""
-        residual = self.vocabulary.embed(batch.token_ids)  # [T, H]; the running sum of all blocks
+        x = residual = self.vocabulary.embed(batch.token_ids)  # [T, H]; residual: the running sum of all blocks
         kv_layers, state_layers = iter(kv.layers), iter(state.layers)
-        out: Tensor | None = None
-        for block in self.blocks:
-            x = block.input_norm(residual) if out is None else block.input_norm.add(out, residual)
+        for i, block in enumerate(self.blocks):
+            x = block.input_norm.add(x, residual) if i else block.input_norm(x)
             if block.attention is not None:
-                out = block.attention(x, batch, next(kv_layers), self._mask)
+                x = block.attention(x, batch, next(kv_layers), self._mask)
             elif block.gated_delta is not None:
-                out = block.gated_delta(x, batch, next(state_layers))
-            x = block.post_norm.add(out, residual)
-            out = block.feed_forward(x)
-        assert out is not None  # a model has at least one block
+                x = block.gated_delta(x, batch, next(state_layers))
+            x = block.feed_forward(block.post_norm.add(x, residual))
         if batch.logits_rows is not None:
-            out, residual = out[batch.logits_rows], residual[batch.logits_rows]
-        return self.vocabulary.logits(self.norm.add(out, residual))
+            x, residual = x[batch.logits_rows], residual[batch.logits_rows]
+        return self.vocabulary.logits(self.norm.add(x, residual))

@@ -11,6 +11,7 @@ from pocketllm.kernels.numba.gated_delta import (
     gated_delta_prefill,
     gated_delta_verify,
 )
+from pocketllm.kernels.numba.launch import capture
 from pocketllm.kernels.numba.linear import Linear
 from pocketllm.kernels.numba.moe import mixture
 from pocketllm.kernels.numba.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
@@ -49,6 +50,7 @@ __all__ = [
     "append",
     "attend",
     "attention_workspace",
+    "capture",
     "dequantize",
     "embedding",
     "gated_delta_commit",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from pocketllm.kernels.numba.attention_kernels import PREFILL_ROWS, attend_kerne
 from pocketllm.kernels.numba.attention_storage import angle_columns, append_kernel, dequantize_kernel
 from pocketllm.kernels.numba.attention_tiles import MAX_ROWS, SPLIT
 from pocketllm.kernels.numba.format_pieces import Core, NumbaCodec
+from pocketllm.kernels.numba.launch import launch
 from pocketllm.kernels.numba.threads import pool_handle
 from pocketllm.kernels.types import AttentionMask, KVCodec, LayerKV
 
 _NO_BIAS = (0, 0, 0)
-_angles: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()  # by cosine table, which all layers share
+_angles: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()  # by cosine table, which all layers share
 
 
 @cache
@@ -47,7 +48,7 @@ def _bias(kv: LayerKV) -> tuple[int, int, int]:
     angles = _angles.get(bias.cos)
     if angles is None:
         angles = _angles[bias.cos] = angle_columns(bias.cos, bias.sin)
-    return bias.bias.data_ptr(), angles.data_ptr(), bias.cos.shape[1]
+    return bias.bias.data_ptr(), angles.ctypes.data, bias.cos.shape[1]
 
 
 def _floats(x: Tensor) -> Tensor:
@@ -62,20 +63,38 @@ def _token_rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
 
 
 def append(kv: LayerKV, k: Tensor, v: Tensor, token_slots: Tensor, positions: Tensor) -> None:
-    core, signs = _core(kv.codec, kv.head_dim, 1, False)
+    core, signs = _core(cast(Any, kv.codec), kv.head_dim, 1, False)
     (k, k_at), (v, v_at) = _token_rows(k), _token_rows(v)
     token_slots, positions = token_slots.to(torch.int32).contiguous(), positions.to(torch.int64).contiguous()
-    append_kernel(
-        pool_handle(), core, _cache(kv), k_at, v_at, token_slots.data_ptr(), positions.data_ptr(), len(k), signs
+    launch(
+        append_kernel,
+        pool_handle(),
+        core,
+        _cache(kv),
+        k_at,
+        v_at,
+        token_slots.data_ptr(),
+        positions.data_ptr(),
+        len(k),
+        signs,
     )
 
 
 def dequantize(kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
-    core, signs = _core(kv.codec, kv.head_dim, 1, False)
+    core, signs = _core(cast(Any, kv.codec), kv.head_dim, 1, False)
     k = torch.empty(kv_len, kv.planes[0].shape[2], kv.head_dim)
     v = torch.empty_like(k)
-    dequantize_kernel(
-        pool_handle(), core, _cache(kv), _bias(kv), slot_id, kv_len, k.data_ptr(), v.data_ptr(), signs
+    launch(
+        dequantize_kernel,
+        pool_handle(),
+        core,
+        _cache(kv),
+        _bias(kv),
+        slot_id,
+        kv_len,
+        k.data_ptr(),
+        v.data_ptr(),
+        signs,
     )
     return k, v
 
@@ -85,12 +104,12 @@ def attend(kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor, scale: flo
     where = _cache(kv)
     group = num_heads // where[4]
     alone = q_len == 1 and group <= MAX_ROWS  # decode: one block of rows of exactly the group's size
-    core, signs = _core(kv.codec, head_dim, group if alone else MAX_ROWS, not alone)
+    core, signs = _core(cast(Any, kv.codec), head_dim, group if alone else MAX_ROWS, not alone)
     x = _floats(q)
     out = torch.empty_like(x)
     slot_ids, kv_lens = slot_ids.to(torch.int32).contiguous(), kv_lens.to(torch.int32).contiguous()
     batch = (x.data_ptr(), out.data_ptr(), slot_ids.data_ptr(), 0, kv_lens.data_ptr(), n, q_len, num_heads)
-    attend_kernel(pool_handle(), core, where, _bias(kv), batch, (mask.window, mask.sinks), scale, signs)
+    launch(attend_kernel, pool_handle(), core, where, _bias(kv), batch, (mask.window, mask.sinks), scale, signs)
     return out.to(q.dtype)
 
 
@@ -104,7 +123,7 @@ def prefill(
     mask: AttentionMask,
 ) -> Tensor:
     num_heads, head_dim = q.shape[1:]
-    core, signs = _core(kv.codec, head_dim, MAX_ROWS, True)
+    core, signs = _core(cast(Any, kv.codec), head_dim, MAX_ROWS, True)
     x = _floats(q)
     out = torch.empty_like(x)
     slot_ids, kv_lens = slot_ids.to(torch.int32).contiguous(), kv_lens.to(torch.int32).contiguous()
@@ -113,7 +132,7 @@ def prefill(
         x.data_ptr(), out.data_ptr(), slot_ids.data_ptr(), bounds.data_ptr(), kv_lens.data_ptr(), len(slot_ids), 0,
         num_heads,
     )  # fmt: skip
-    prefill_kernel(pool_handle(), core, _cache(kv), _bias(kv), batch, (mask.window, mask.sinks), scale, signs)
+    launch(prefill_kernel, pool_handle(), core, _cache(kv), _bias(kv), batch, (mask.window, mask.sinks), scale, signs)
     return out.to(q.dtype)
 
 

@@ -76,9 +76,9 @@ def prepare_queries(core, q, stride_head, group, stride_query, count, scale, sig
 
 
 @njit
-def _run_split(
+def _run_split(  # type: ignore[no-untyped-def]
     core, cache, table, bias, head, blocks, start, first_row, num_rows, last_query, group, mask, memory, layout
-):  # type: ignore[no-untyped-def]
+):
     """Result of tokens start .. start + SPLIT - 1 of a slot for `num_rows` rows from `first_row` on."""
     dim, tile, rows = head_dim(core), tile_tokens(core), tile_rows(core)
     window, sinks = mask

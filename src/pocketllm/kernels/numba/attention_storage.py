@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import torch
 from numba import njit
 from torch import Tensor
 
@@ -46,16 +47,17 @@ def rotate_back(core, x, signs):  # type: ignore[no-untyped-def]
         store_f32x16(x + 4 * i, load_f32x16(x + 4 * i) * load_f32x16(signs + 4 * i))
 
 
-def angle_columns(cos: Tensor, sin: Tensor) -> Tensor:
+def angle_columns(cos: Tensor, sin: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
     """cos, sin [P, R / 2] -> [positions / 16, R, 16] with zeros beyond P: cosines, then sines, 16 positions as lanes.
 
-    The order in which attention to keys without their bias reads them; as large as the tables themselves.
+    The order in which attention to keys without their bias reads them; as large as the tables themselves. In NumPy, so
+    that a recorded pass (`launch.capture`) does not make it again.
     """
-    rows = torch.cat((cos, sin), dim=1)
+    rows = np.concatenate((cos.numpy(), sin.numpy()), axis=1)
     groups = -(-len(rows) // MAX_TILE) * (MAX_TILE // 16)
-    padded = torch.zeros(groups * 16, rows.shape[1])
+    padded = np.zeros((groups * 16, rows.shape[1]), np.float32)
     padded[: len(rows)] = rows
-    return padded.view(groups, 16, -1).transpose(1, 2).contiguous()
+    return np.ascontiguousarray(padded.reshape(groups, 16, -1).transpose(0, 2, 1))
 
 
 @njit

@@ -30,6 +30,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import types
+from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic
 
 from pocketllm.kernels.numba.format_pieces import (
@@ -77,7 +78,7 @@ _NEVER = -np.inf
 @intrinsic  # type: ignore[untyped-decorator]
 def _score_zeros(typingctx: Any, core: Any) -> Any:
     """A tile of rows x 2 vectors (32 tokens)."""
-    ty = types.UniTuple(f32x16, 2 * core.core.rows)
+    ty = UniTuple(f32x16, 2 * core.core.rows)
     return ty(core), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
 
 
@@ -111,7 +112,7 @@ def _score_store(typingctx: Any, tile: Any, address: Any, stride: Any) -> Any:
 def _out_load(typingctx: Any, core: Any, address: Any, stride: Any, factors: Any) -> Any:
     """A tile of rows x lanes vectors from address + r * stride, times the float32 at factors + 4 r."""
     rows, lanes = core.core.rows, core.core.lanes
-    ty = types.UniTuple(f32x16, rows * lanes)
+    ty = UniTuple(f32x16, rows * lanes)
 
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         at, out = a[1], []
@@ -182,11 +183,13 @@ def _first_row(table, position, page_shift, kv_heads):  # type: ignore[no-untype
 
 
 @njit
-def load_tile(core, planes, table, kv_heads, page_shift, head, start, count, end, memory, layout):  # type: ignore[no-untyped-def]
+def load_tile(  # type: ignore[no-untyped-def]
+    core, planes, table, kv_heads, page_shift, head, start, count, end, memory, layout
+):
     """Decodes K (as columns), scales and, if `core.shared`, V of tokens start .. start + count - 1 into scratch memory.
 
-    table: address of the slot's row of the block table; end: tokens of the slot. Nothing beyond the last token is read from the planes; what
-    stands in the columns beyond it means nothing.
+    table: address of the slot's row of the block table; end: tokens of the slot. Nothing beyond the last token is read
+    from the planes; what stands in the columns beyond it means nothing.
     """
     dim, tile = head_dim(core), tile_tokens(core)
     k, stored, v = memory + 4 * layout[1], memory + 4 * layout[2], memory + 4 * layout[3]

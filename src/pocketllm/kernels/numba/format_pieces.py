@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from llvmlite import ir
 from numba import njit
 from numba.core import types
+from numba.core.types.containers import UniTuple
 from numba.extending import (
     NativeValue,
     intrinsic,
@@ -148,19 +149,19 @@ def _unbox_core(core_type: object, value: object, c: Any) -> Any:
 # -- calls, for use inside kernels -----------------------------------------------------------------------------------
 
 
-def encode_row(core, k, v, row):  # type: ignore[no-untyped-def]
+def encode_row(core: Any, k: Any, v: Any, row: Any) -> Any:
     raise NotImplementedError("for use inside kernels")
 
 
-def load_k(core, row, i):  # type: ignore[no-untyped-def]
+def load_k(core: Any, row: Any, i: Any) -> Any:
     raise NotImplementedError("for use inside kernels")
 
 
-def load_v(core, row, i):  # type: ignore[no-untyped-def]
+def load_v(core: Any, row: Any, i: Any) -> Any:
     raise NotImplementedError("for use inside kernels")
 
 
-def v_tile(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+def v_tile(core: Any, planes: Any, index: Any, v: Any, t: Any, i: Any) -> Any:
     """`core.lanes` vectors of V of token t of a tile, from element i on.
 
     If `core.shared`, from the decoded tile at address v; else from the row whose number stands at index + 8 t.
@@ -168,33 +169,33 @@ def v_tile(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
     raise NotImplementedError("for use inside kernels")
 
 
-def k_scale(core, row):  # type: ignore[no-untyped-def]
+def k_scale(core: Any, row: Any) -> Any:
     raise NotImplementedError("for use inside kernels")
 
 
-def v_scale(core, row):  # type: ignore[no-untyped-def]
+def v_scale(core: Any, row: Any) -> Any:
     raise NotImplementedError("for use inside kernels")
 
 
-@overload(encode_row)  # type: ignore[untyped-decorator]
+@overload(encode_row)
 def _encode_row(core, k, v, row):  # type: ignore[no-untyped-def]
     piece = njit(core.core.pieces.encode_row)
     return lambda core, k, v, row: piece(k, v, row)
 
 
-@overload(load_k)  # type: ignore[untyped-decorator]
+@overload(load_k)
 def _load_k(core, row, i):  # type: ignore[no-untyped-def]
     piece = njit(core.core.pieces.load_k, forceinline=True)
     return lambda core, row, i: piece(row, i)
 
 
-@overload(load_v)  # type: ignore[untyped-decorator]
+@overload(load_v)
 def _load_v(core, row, i):  # type: ignore[no-untyped-def]
     piece = njit(core.core.pieces.load_v, forceinline=True)
     return lambda core, row, i: piece(row, i)
 
 
-@overload(v_tile, jit_options={"forceinline": True})  # type: ignore[untyped-decorator]
+@overload(v_tile, jit_options={"forceinline": True})
 def _v_tile(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
     dim, lanes, shared = core.core.head_dim, core.core.lanes, core.core.shared
     load = register_jitable(core.core.pieces.load_v)
@@ -216,13 +217,13 @@ def _v_tile(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
     return decoded if shared else {1: one, 2: two, 4: four}[lanes]
 
 
-@overload(k_scale)  # type: ignore[untyped-decorator]
+@overload(k_scale)
 def _k_scale(core, row):  # type: ignore[no-untyped-def]
     piece = njit(core.core.pieces.k_scale, forceinline=True)
     return lambda core, row: piece(row)
 
 
-@overload(v_scale)  # type: ignore[untyped-decorator]
+@overload(v_scale)
 def _v_scale(core, row):  # type: ignore[no-untyped-def]
     piece = njit(core.core.pieces.v_scale, forceinline=True)
     return lambda core, row: piece(row)
@@ -264,7 +265,7 @@ def row_at(typingctx: Any, core: Any, planes: Any, index: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def load_tile_f32(typingctx: Any, core: Any, address: Any) -> Any:
     """`core.lanes` vectors of float32."""
-    ty = types.UniTuple(f32x16, core.core.lanes)
+    ty = UniTuple(f32x16, core.core.lanes)
 
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         return _pack(b, [_load(b, a[1], f32x16.llvm, 64 * l) for l in range(ty.count)])

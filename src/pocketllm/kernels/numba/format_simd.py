@@ -9,6 +9,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import types
+from numba.core.types.containers import UniTuple
 from numba.extending import intrinsic
 
 from pocketllm.kernels.numba.simd import _at, _call, _load, _vec, f32x16, load_f32x16, splat
@@ -122,7 +123,7 @@ def load_nibbles(typingctx: Any, first: Any, first_shift: Any, second: Any, seco
         both = b.shuffle_vector(parts[0], parts[1], ir.Constant(_VI32, list(range(16))))
         return _look_up(b, b.and_(both, _ints(15)), _as_vector(b, a[4]), native)
 
-    args = (types.int64, types.int64, types.int64, types.int64, types.UniTuple(types.float32, 16))
+    args = (types.int64, types.int64, types.int64, types.int64, UniTuple(types.float32, 16))
     return f32x16(*args), codegen
 
 
@@ -146,7 +147,7 @@ def _half_bytes(shift: int) -> Any:
         codes = b.lshr(wide, _ints(4)) if shift else b.and_(wide, _ints(15))
         return _look_up(b, codes, _as_vector(b, a[1]), native)
 
-    return f32x16(types.int64, types.UniTuple(types.float32, 16)), codegen
+    return f32x16(types.int64, UniTuple(types.float32, 16)), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -204,7 +205,7 @@ def look_up(typingctx: Any, codes: Any, table: Any) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         return _look_up(b, b.fptosi(a[0], _VI32), _as_vector(b, a[1]), native)
 
-    return f32x16(f32x16, types.UniTuple(types.float32, 16)), codegen
+    return f32x16(f32x16, UniTuple(types.float32, 16)), codegen
 
 
 @njit

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pocketllm.kernels.numba.gated_delta_kernels import BLOCK, commit_kernel, sequences_kernel
+from pocketllm.kernels.numba.launch import launch
 from pocketllm.kernels.numba.threads import pool_handle
 from pocketllm.kernels.types import GatedDeltaWeights, LayerState
 
@@ -52,8 +53,15 @@ def gated_delta_commit(state: LayerState, slot_ids: Tensor, num_tokens: Tensor) 
     _, value_heads, dk, dv = state.recurrent.shape
     shape = (state.journal_k.shape[2], value_heads, dk, dv)
     taps = state.conv.shape[2] + 1
-    commit_kernel(
-        pool_handle(), shape, _addresses(state), taps, slot_ids.data_ptr(), counts.data_ptr(), len(slot_ids)
+    launch(
+        commit_kernel,
+        pool_handle(),
+        shape,
+        _addresses(state),
+        taps,
+        slot_ids.data_ptr(),
+        counts.data_ptr(),
+        len(slot_ids),
     )
 
 
@@ -97,7 +105,8 @@ def _run(
     constants = (
         w.conv.data_ptr(), w.conv.shape[1], w.a_log.data_ptr(), w.dt_bias.data_ptr(), w.norm.data_ptr(), w.eps
     )  # fmt: skip
-    sequences_kernel(
+    launch(
+        sequences_kernel,
         pool_handle(),
         inputs,
         constants,

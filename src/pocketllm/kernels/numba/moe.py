@@ -22,7 +22,7 @@ def mixture(
     """As `Kernels.moe`, with the product to use. A row's experts are summed in the order of their numbers, whatever else
     the batch contains."""
     out = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in expert_ids.unique().tolist():
+    for expert in torch.unique(expert_ids).tolist():
         rows, choice = (expert_ids == expert).nonzero(as_tuple=True)
         y = linear(silu_mul(linear(x[rows], gate_up[expert])), down[expert])
         out[rows] += y * expert_weights[rows, choice].unsqueeze(1).to(y.dtype)  # a row chooses an expert once

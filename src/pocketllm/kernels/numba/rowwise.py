@@ -8,6 +8,7 @@ from numba import njit
 from torch import Tensor
 
 from pocketllm.kernels.numba.format_simd import keep_alive, load_i64
+from pocketllm.kernels.numba.launch import launch
 from pocketllm.kernels.numba.runtime import kernel, parallel_for
 from pocketllm.kernels.numba.simd import fma, splat
 from pocketllm.kernels.numba.threads import pool_handle
@@ -109,8 +110,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, width = x.shape
     y = _rows(x)
     out = torch.empty(rows, width)
-    _norm_kernel(
-        pool_handle(), y.data_ptr(), y.stride(0) * 4, 0, weight.data_ptr(), rows, width, eps, out.data_ptr()
+    launch(
+        _norm_kernel,
+        pool_handle(),
+        y.data_ptr(),
+        y.stride(0) * 4,
+        0,
+        weight.data_ptr(),
+        rows,
+        width,
+        eps,
+        out.data_ptr(),
     )
     return out.to(x.dtype)
 
@@ -122,8 +132,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     rows, width = x.shape
     y = _rows(x)
     out = torch.empty(rows, width)
-    _norm_kernel(
-        pool_handle(), y.data_ptr(), y.stride(0) * 4, residual.data_ptr(), weight.data_ptr(), rows, width, eps,
+    launch(
+        _norm_kernel, pool_handle(), y.data_ptr(), y.stride(0) * 4, residual.data_ptr(), weight.data_ptr(), rows, width, eps,
         out.data_ptr(),
     )  # fmt: skip
     return out
@@ -134,7 +144,8 @@ def norm_rope(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tens
     y = x if x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == dim else x.to(torch.float32).contiguous()
     out = torch.empty(tokens, heads, dim)
     positions = positions.to(torch.int64).contiguous()
-    _rope_kernel(
+    launch(
+        _rope_kernel,
         pool_handle(),
         y.data_ptr(),
         y.stride(0) * 4,
@@ -157,9 +168,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     y = _rows(gate_up)
     out = torch.empty(rows, width)
     gate, row_bytes = y.data_ptr(), y.stride(0) * 4
-    _gate_kernel(
-        pool_handle(), gate, row_bytes, gate + 4 * width, row_bytes, rows, width, True, out.data_ptr()
-    )
+    launch(_gate_kernel, pool_handle(), gate, row_bytes, gate + 4 * width, row_bytes, rows, width, True, out.data_ptr())
     return out.to(gate_up.dtype)
 
 
@@ -167,8 +176,8 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     rows, width = x.shape
     y, g = _rows(x), _rows(gate)
     out = torch.empty(rows, width)
-    _gate_kernel(
-        pool_handle(), g.data_ptr(), g.stride(0) * 4, y.data_ptr(), y.stride(0) * 4, rows, width, False,
+    launch(
+        _gate_kernel, pool_handle(), g.data_ptr(), g.stride(0) * 4, y.data_ptr(), y.stride(0) * 4, rows, width, False,
         out.data_ptr(),
     )  # fmt: skip
     return out.to(x.dtype)
