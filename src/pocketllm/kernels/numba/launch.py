@@ -61,13 +61,20 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.made.append(result)
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        if _depends_on_values(func, args):
             self.repeatable = False
         elif func._schema.is_mutable:
             self.steps.append((_again, (func, args, kwargs)))
         elif not _computes_nothing(func):
             self.steps.append((_again_into, (result, func, args, kwargs)))
         return result
+
+
+def _depends_on_values(func: Any, args: Any) -> bool:
+    """Whether the result's shape, or what Python code makes of it, depends on values."""
+    if func.overloadpacket is torch.ops.aten.index:  # tagged for its masks; whole numbers pick as many rows as there are
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _computes_nothing(func: Any) -> bool:
