@@ -45,13 +45,13 @@ def store_row(planes, row, k, v, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def load_k(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    return load_plane(planes[0] + D, rows * 2, valid, D, DP).to(tl.float32) / 1024, 1.0
+def load_k(planes, rows, D: tl.constexpr, DP: tl.constexpr):
+    return load_plane(planes[0] + D, rows * 2, D, DP).to(tl.float32) / 1024, 1.0
 
 
 @triton.jit
-def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    return load_plane(planes[0], rows * 2, valid, D, DP).to(tl.float32) / 1024, 1.0
+def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
+    return load_plane(planes[0], rows * 2, D, DP).to(tl.float32) / 1024, 1.0
 
 
 class Toy(Int16Fixed):
@@ -118,7 +118,9 @@ def limit(kv_format: KVFormat) -> float:
 
 
 @every_format
-@pytest.mark.parametrize(("dim", "heads", "group"), [(64, 2, 4), (128, 1, 8), (256, 1, 6), (96, 2, 1)])
+@pytest.mark.parametrize(
+    ("dim", "heads", "group"), [(64, 2, 4), (128, 1, 8), (256, 1, 6), (96, 2, 1)] if GPU else [(64, 2, 6), (96, 1, 1)]
+)
 def test_attend_is_the_reference(kv_format: KVFormat, dim: int, heads: int, group: int) -> None:
     lens = [1, 64, LONG, 65, 130]
     kv = make_kv(kv_format, lens, dim=dim, heads=heads)
@@ -138,7 +140,7 @@ def test_prefill_is_the_reference(kv_format: KVFormat, dim: int, group: int) -> 
 
 
 @every_format
-@pytest.mark.parametrize("dim", [64, 96])
+@pytest.mark.parametrize("dim", [64, 96, 256] if GPU else [96])
 def test_append_stores_what_the_format_says(kv_format: KVFormat, dim: int) -> None:
     kv = make_kv(kv_format, [3, 70], dim=dim)
     before = [p.clone() for p in kv.planes]
@@ -159,11 +161,11 @@ def test_append_stores_what_the_format_says(kv_format: KVFormat, dim: int) -> No
 
 
 @every_format
-@pytest.mark.parametrize("q_len", [2, 4, 9])
+@pytest.mark.parametrize("q_len", [2, 4, 9] if GPU else [4])
 def test_a_verified_token_is_a_decoded_one(kv_format: KVFormat, q_len: int) -> None:
-    lens = [LONG, 70]
+    lens, group = ([LONG, 70], 6) if GPU else ([70, 20], 3)
     kv = make_kv(kv_format, lens, heads=1)
-    q = torch.randn(2, q_len, 6, 64, device=DEVICE)
+    q = torch.randn(2, q_len, group, 64, device=DEVICE)
     verified = kernels.attend(kv, q, ints(0, 1), ints(*lens), 0.125, EVERYTHING)
     for j in range(q_len):
         past = ints(*(n - q_len + 1 + j for n in lens))
@@ -193,19 +195,21 @@ def test_neighbours_padding_and_layout_change_no_bit(kv_format: KVFormat) -> Non
 
 
 @lossy_formats
-@pytest.mark.parametrize("dim", [64, 96])
+@pytest.mark.parametrize("dim", [64, 96, 128] if GPU else [96])
 def test_the_key_bias_comes_back(kv_format: KVFormat, dim: int) -> None:
     kv = make_kv(kv_format, [150, 40], dim=dim, bias=True)
-    q = torch.randn(2, 3, 4, dim, device=DEVICE)
+    q = torch.randn(2, 3, 2, dim, device=DEVICE)
     arguments = (ints(0, 1), ints(150, 40), dim**-0.5, EVERYTHING)
     assert error(kernels.attend(kv, q, *arguments), reference.attend(kv, q, *arguments)) < 2e-3
     packed = (ints(0, 1), ints(0, 3, 6), ints(150, 40), dim**-0.5, EVERYTHING)
     assert error(kernels.prefill(kv, q.flatten(0, 1), *packed), reference.prefill(kv, q.flatten(0, 1), *packed)) < 2e-3
-    assert error(kernels.dequantize(kv, 0, 150)[0], reference.dequantize(kv, 0, 150)[0]) < 1e-5
+    assert error(kernels.dequantize(kv, 1, 40)[0], reference.dequantize(kv, 1, 40)[0]) < 1e-5
 
 
 @every_format
-@pytest.mark.parametrize("mask", [AttentionMask(40, 4), AttentionMask(70, 0), AttentionMask(1000, 2)])
+@pytest.mark.parametrize(
+    "mask", [AttentionMask(40, 4), AttentionMask(70, 0), AttentionMask(1000, 2)] if GPU else [AttentionMask(40, 4)]
+)
 def test_window_and_sinks(kv_format: KVFormat, mask: AttentionMask) -> None:
     kv = make_kv(kv_format, [LONG, 90])
     q = torch.randn(2, 3, 4, 64, device=DEVICE)
@@ -218,10 +222,10 @@ def test_window_and_sinks(kv_format: KVFormat, mask: AttentionMask) -> None:
 
 @every_format
 def test_chunks_are_the_whole(kv_format: KVFormat) -> None:
-    kv = make_kv(kv_format, [160], heads=1)
-    q = torch.randn(160, 1, 64, device=DEVICE)
-    whole = kernels.prefill(kv, q, ints(0), ints(0, 160), ints(160), 0.125, EVERYTHING)
-    for first, last in ((0, 64), (64, 100), (100, 160)):
+    kv = make_kv(kv_format, [100], heads=1)
+    q = torch.randn(100, 1, 64, device=DEVICE)
+    whole = kernels.prefill(kv, q, ints(0), ints(0, 100), ints(100), 0.125, EVERYTHING)
+    for first, last in ((0, 64), (64, 100)):
         part = kernels.prefill(kv, q[first:last], ints(0), ints(0, last - first), ints(last), 0.125, EVERYTHING)
         assert same(part, whole[first:last], kv_format)
 
@@ -273,5 +277,5 @@ def test_a_graph_follows_the_lengths_on_the_device(kv_format: KVFormat) -> None:
 
 def test_a_format_without_pieces_says_so() -> None:
     kv = replace(make_kv(FORMATS["fp16"], [4]), codec=Int16Fixed())
-    with pytest.raises(ValueError, match="int16_fixed.*no Triton pieces"):
+    with pytest.raises(ValueError, match=r"int16_fixed.*no Triton pieces"):
         kernels.append(kv, *torch.randn(2, 1, 2, 64), ints(0), ints(0))

@@ -18,7 +18,7 @@ from pocketllm.errors import OptionError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVLayout = Literal["paged", "slots"]
-KernelsName = Literal["auto", "reference", "numba"]
+KernelsName = Literal["auto", "reference", "numba", "triton"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "none", "bf16", "w8", "w4"]
 

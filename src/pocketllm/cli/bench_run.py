@@ -13,6 +13,7 @@ import torch
 
 from pocketllm.engine.device import pick_device
 from pocketllm.engine.engine import Engine
+from pocketllm.engine.request import RequestOutput
 from pocketllm.engine.slot_engine import SlotRequest
 from pocketllm.kernels import select_kernels
 from pocketllm.models.moe import SparseMoE
@@ -44,8 +45,7 @@ class Bench:
         self._options, self._steps, self._prompt, self._fill = options, steps, prompt, fill
         self._device = pick_device(options.device)
         self._kernels = select_kernels(options.kernels, self._device.type)
-        torch.set_num_threads(options.num_threads())
-        self._bandwidth = read_bandwidth(self._device)
+        self._bandwidth = read_bandwidth(self._device, options.num_threads())
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -61,67 +61,108 @@ class Bench:
 
     def row(self, slots: int, context: int, kv_cache_dtype: str) -> Row:
         """Builds an engine of just this size and measures it."""
-        generated = 1 + _WARM_UP + self._steps + 1  # one more than measured: no request ends on the clock
         options = replace(
             self._options,
             max_batch_size=slots,
-            max_context=max(context + 1 + generated, self._prompt + 1),
+            max_context=max(context_needed(context, self._steps), self._prompt + 1),
             kv_cache_dtype=kv_cache_dtype,
         )
         engine = Engine(self._checkpoint, options)
         try:
-            return self._measure(engine, context, SamplingParams(max_tokens=generated, ignore_eos=True))
+            return self._measure(engine, context)
         finally:
             del engine
             gc.collect()  # the next row's plan counts on this memory
 
-    def _measure(self, engine: Engine, context: int, params: SamplingParams) -> Row:
-        prefill_tok_s = self._prefill_rate(engine)
-        held = [engine.acquire_slot(engine.plan.max_context) for _ in range(engine.plan.kv.num_slots)]
-        slow = len(held) * context / prefill_tok_s > _FILL_SECONDS
-        filled = ("random" if slow else "prefill") if self._fill == "auto" else self._fill
-        prompts = {slot: random_tokens(engine, context + 1, slot) for slot in held}
-        (fill_by_prefill if filled == "prefill" else fill_randomly)(engine, {s: p[:-1] for s, p in prompts.items()})
-        for slot, prompt in prompts.items():
-            engine.add_request(prompt, params, slot=slot)
-        for _ in range(1 + _WARM_UP):  # the first step computes each prompt's last token, the rest decode
-            self._step(engine)
-        start = engine.scheduler.running[held[0]].num_computed
-        times = [self._step(engine) for _ in range(self._steps)]
-        seconds = statistics.median(times)
-        read = bytes_per_step(engine, start + (self._steps + 1) / 2)
+    def _measure(self, engine: Engine, context: int) -> Row:
+        for length in (min(self._prompt, 64), self._prompt):  # the first one warms up
+            prefill_tok_s = self._prompt / timed_prefill(engine, random_tokens(engine, length, 0))
+        slots = engine.plan.kv.num_slots
+        filled = choose_fill(self._fill, slots * context / prefill_tok_s)
+        prompts = [random_tokens(engine, context + 1, slot) for slot in range(slots)]
+        decode = timed_decode(engine, prompts, self._steps, filled)
+        seconds = statistics.median(decode.step_seconds)
+        read = bytes_per_step(engine, decode.context)
         return Row(
-            slots=len(held),
+            slots=slots,
             context=context,
             kv=engine.plan.kv.kv_format.name,
             filled=filled,
             step_ms=round(seconds * 1e3, 4),
-            tok_s=round(len(held) / seconds, 2),
+            tok_s=round(slots / seconds, 2),
             prefill_tok_s=round(prefill_tok_s, 2),
             bytes_per_step=read,
             share_of_bandwidth=round(read / seconds / self._bandwidth, 4),
         )
 
-    def _prefill_rate(self, engine: Engine) -> float:
-        """Prompt tokens per second of one prompt, to its first new token."""
-        for length in (min(self._prompt, 64), self._prompt):  # the first one warms up
-            engine.add_request(random_tokens(engine, length, 0), SamplingParams(max_tokens=1))
-            seconds = 0.0
-            while engine.has_work:
-                seconds += self._step(engine)
-        return self._prompt / seconds
 
-    def _step(self, engine: Engine) -> float:
-        """One engine step; its seconds. Raises the error of any request."""
-        start = time.perf_counter()
-        outputs = engine.step()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+@dataclass(frozen=True)
+class Decode:
+    """What `timed_decode` saw."""
+
+    step_seconds: list[float]
+    context: float  # tokens each slot saw, on average over the steps
+    tokens: list[list[int]]  # of each slot: its generated tokens, those of warm-up steps included
+
+
+def context_needed(context: int, steps: int) -> int:
+    """Tokens a slot must have room for, to be decoded by `timed_decode` after `context` + 1 of its own."""
+    return context + 1 + _generated(steps)
+
+
+def _generated(steps: int) -> int:
+    return 1 + _WARM_UP + steps + 1  # one more than measured: no request ends on the clock
+
+
+def choose_fill(fill: str, prefill_seconds: float) -> str:
+    """prefill or random for `fill` (auto, too), where computing the contexts would take so long."""
+    return ("random" if prefill_seconds > _FILL_SECONDS else "prefill") if fill == "auto" else fill
+
+
+def timed_decode(engine: Engine, prompts: list[list[int]], steps: int, filled: str) -> Decode:
+    """Times `steps` greedy decode steps (sampling included) of as many slots as prompts, all of one length.
+
+    filled: prefill or random, how all but a prompt's last token get into the cache. The engine must be idle, and is so
+    again afterwards. Raises the error of any request.
+    """
+    params = SamplingParams(max_tokens=_generated(steps), ignore_eos=True)
+    held = [engine.acquire_slot(context_needed(len(prompt) - 1, steps)) for prompt in prompts]
+    contexts = {slot: prompt[:-1] for slot, prompt in zip(held, prompts, strict=True)}
+    (fill_by_prefill if filled == "prefill" else fill_randomly)(engine, contexts)
+    requests = [engine.add_request(prompt, params, slot=slot) for slot, prompt in zip(held, prompts, strict=True)]
+    tokens: dict[str, list[int]] = {request: [] for request in requests}
+    times = []
+    for _ in range(1 + _WARM_UP + steps):  # the first step computes each prompt's last token, the rest decode
+        seconds, outputs = _timed_step(engine)
+        times.append(seconds)
         for output in outputs:
-            if output.error is not None:
-                raise output.error
-        return seconds
+            tokens[output.request_id] += output.new_token_ids
+    for request, slot in zip(requests, held, strict=True):
+        engine.end_request(request)
+        engine.release_slot(slot)
+    start = len(prompts[0]) + _WARM_UP
+    return Decode(times[1 + _WARM_UP :], start + (steps + 1) / 2, list(tokens.values()))
+
+
+def timed_prefill(engine: Engine, prompt: list[int]) -> float:
+    """Seconds from a prompt to its first new token."""
+    engine.add_request(prompt, SamplingParams(max_tokens=1))
+    seconds = 0.0
+    while engine.has_work:
+        seconds += _timed_step(engine)[0]
+    return seconds
+
+
+def _timed_step(engine: Engine) -> tuple[float, list[RequestOutput]]:
+    start = time.perf_counter()
+    outputs = engine.step()
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return seconds, outputs
 
 
 def random_tokens(engine: Engine, count: int, seed: int) -> list[int]:
@@ -163,10 +204,10 @@ def fill_randomly(engine: Engine, tokens: dict[int, list[int]]) -> None:
         engine.slots.token_ids[slot] = list(ids)
 
 
-def bytes_per_step(engine: Engine, context: float) -> int:
-    """Bytes that a decode step of all slots reads (recurrent state: also writes), each slot seeing `context` tokens."""
+def bytes_per_step(engine: Engine, context: float, slots: int | None = None) -> int:
+    """Bytes that a decode step of `slots` (None: all) reads (recurrent state: also writes), `context` tokens in each."""
     plan, options, model = engine.plan, engine.options, engine.runner.model
-    slots, vocabulary = plan.kv.num_slots, model.vocabulary
+    slots, vocabulary = slots or plan.kv.num_slots, model.vocabulary
     weights = plan.weights
     if not engine.config.tie_word_embeddings:
         weights -= vocabulary.table.nbytes
@@ -180,14 +221,16 @@ def bytes_per_step(engine: Engine, context: float) -> int:
         context = min(context, options.attention_window + options.attention_sinks)
     kv = slots * context * plan.kv.page_nbytes / plan.kv.page_size
     conv, recurrent = plan.state.layer_specs()[:2]  # each with a spare slot's row
-    state = plan.state.num_layers * (conv.nbytes + recurrent.nbytes) * slots / (slots + 1)
+    state = plan.state.num_layers * (conv.nbytes + recurrent.nbytes) * slots / (plan.kv.num_slots + 1)
     return round(weights + kv + 2 * state)
 
 
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second: of a sum over a large tensor on a CPU, with the engine's threads; of a copy on a GPU."""
+def read_bandwidth(device: torch.device, threads: int) -> float:
+    """Bytes per second: of a sum over a large tensor on a CPU, with so many threads; of a copy on a GPU."""
     source = torch.ones(_PROBE_BYTES // 4, device=device)
     target = torch.empty_like(source) if device.type == "cuda" else None
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     best = float("inf")
     for _ in range(6):
         start = time.perf_counter()
@@ -197,4 +240,5 @@ def read_bandwidth(device: torch.device) -> float:
         else:
             source.sum()
         best = min(best, time.perf_counter() - start)
+    torch.set_num_threads(threads_before)
     return _PROBE_BYTES * (1 if target is None else 2) / best

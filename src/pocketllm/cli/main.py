@@ -12,6 +12,7 @@ from pocketllm.cli.console import command
 from pocketllm.cli.demo import demo
 from pocketllm.cli.flags import EngineCommand
 from pocketllm.cli.generate import generate
+from pocketllm.cli.kv_eval import kv_eval
 from pocketllm.cli.plan import plan
 
 app = typer.Typer(
@@ -40,7 +41,7 @@ def _root(
     pass
 
 
-for function in (demo, generate, chat, plan, bench):
+for function in (demo, generate, chat, plan, bench, kv_eval):
     app.command(cls=EngineCommand)(command(function))
 
 

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pocketllm.engine.device import set_threads
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.request import FinishReason, RequestOutput
 from pocketllm.errors import PocketLLMError
@@ -126,7 +125,7 @@ class AsyncEngine:
 
     def _loop(self) -> None:
         engine = self._engine
-        set_threads(engine.options.num_threads())  # OpenMP keeps this setting per thread
+        engine.kernels.set_num_threads(engine.options.num_threads())  # torch keeps it per thread
         try:
             while self._drain(wait=not engine.has_work or engine.stalled):
                 for output in engine.step():

@@ -1,4 +1,4 @@
-"""The device an engine runs on: which one, how much memory is free, how many threads."""
+"""The device an engine runs on: which one, and how much memory is free."""
 
 from __future__ import annotations
 
@@ -34,8 +34,3 @@ def available_memory(device: torch.device) -> int | None:
         if line.startswith("MemAvailable:"):
             return int(int(line.split()[1]) * 1024 * CPU_SHARE)
     return None
-
-
-def set_threads(threads: int) -> None:
-    """Threads of torch's own operators, when called from this thread (OpenMP keeps the number per calling thread)."""
-    torch.set_num_threads(threads)

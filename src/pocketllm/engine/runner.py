@@ -80,6 +80,15 @@ class ModelRunner:
     def _forward(self, batch: ForwardBatch) -> Tensor:
         return self.model(batch, self.kv, self.state)
 
+    def warm_up(self) -> None:
+        """Runs every kind of pass once, in the spare slot."""
+        spare = self.kv.shape.num_slots
+        self.forward("prefill", [SlotTokens(spare, 0, [0, 0])])
+        self.forward("decode", [SlotTokens(spare, 2, [0])])
+        if self.state.shape.journal_len:
+            self.forward("verify", [SlotTokens(spare, 3, [0, 0])])
+            self.commit([spare], [1])
+
     def commit(self, slots: Sequence[int], num_tokens: Sequence[int]) -> None:
         """Move recurrent state forward by the accepted tokens of the last verify pass."""
         self.state.commit(slots, num_tokens)

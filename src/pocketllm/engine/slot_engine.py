@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pocketllm.engine.device import available_memory, pick_device, set_threads
+from pocketllm.engine.device import available_memory, pick_device
 from pocketllm.engine.memory_plan import MemoryPlan, check_fits, compute_dtype, gib, plan_memory
 from pocketllm.engine.passes import PassRunner
 from pocketllm.engine.runner import ModelRunner, SlotTokens
@@ -77,11 +77,11 @@ class SlotEngine:
         if options.tensor_parallel > 1:
             raise OptionError("this version runs an engine on one rank: tensor_parallel > 1 can be planned, not run")
         self.device = pick_device(options.device)
-        set_threads(options.num_threads())
         self.checkpoint = model if isinstance(model, Checkpoint) else read_model(model, options.load_format)
         self.config = self.checkpoint.config
         self.has_state = bool(self.config.state_layers)
         self.kernels = backend or select_kernels(options.kernels, self.device.type)
+        self.kernels.set_num_threads(options.num_threads())
         budget = options.memory_limit or available_memory(self.device)
         storage = self.checkpoint.storage
         self.plan: MemoryPlan = plan_memory(self.config, options, budget, self.device.type, storage)
@@ -95,6 +95,7 @@ class SlotEngine:
             raise MemoryPlanError(
                 f"the device had less memory than the planned {gib(self.plan.total)}: {error}"
             ) from error
+        self.kernels.warm_up(self.runner.warm_up)
         self.slots = SlotTable(self.plan.kv.num_slots, self.plan.max_context, self.plan.kv.page_table())
         self.passes = PassRunner(self.runner, self.slots, options.prefill_chunk, self.has_state)
         self._pending: dict[int, int] = {}  # slot -> tokens of its verify pass
@@ -256,7 +257,7 @@ class SlotEngine:
         if kind == "verify":
             self._pending[slot] = len(item.token_ids)
             self.slots.set_use(slot, SlotUse.VERIFYING)
-        return SlotResult(slot, logits)
+        return SlotResult(slot, None if logits is None else logits.clone())  # a replay writes over its own
 
     def _held(self, slot: int) -> Sequence[int]:
         return self.slots.token_ids[slot]

@@ -24,6 +24,12 @@ from pocketllm.kernels.types import (
 class Kernels(Protocol):
     name: str
 
+    def set_num_threads(self, num_threads: int) -> None:
+        """CPU threads of this backend when called from this Python thread."""
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Gets ready what must be compiled. `run()` uses every kernel once, on memory where that does no harm."""
+
     def pack_weight(self, weight: LinearWeight) -> LinearWeight:
         """The same weight in the order this backend reads fastest; called once, at load, and on meta tensors to plan."""
 

@@ -23,6 +23,7 @@ from pocketllm.weights.gguf_reader import GgufReader
 from pocketllm.weights.hub import EMBEDDED_NAME, find_model
 from pocketllm.weights.reader import Reader, Storage
 from pocketllm.weights.safetensors_reader import SafetensorsReader
+from pocketllm.weights.source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Checkpoint:
     storage: Storage  # what `weights.dummy.PlannedSource` needs to count bytes
     reader: Reader | None
 
-    def open_source(self, policy: Policy, device: torch.device, seed: int = 0) -> CheckpointSource | DummySource:
+    def open_source(self, policy: Policy, device: torch.device, seed: int = 0) -> WeightSource:
         """The weights, put on `device` as they are asked for. `seed` is that of random weights."""
         tied = self.config.tie_word_embeddings
         if self.reader is None:

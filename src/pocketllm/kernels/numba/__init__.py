@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pocketllm.kernels.numba.attention import append, attend, attention_workspace, dequantize, prefill
@@ -14,13 +15,21 @@ from pocketllm.kernels.numba.gated_delta import (
 from pocketllm.kernels.numba.launch import capture
 from pocketllm.kernels.numba.linear import Linear
 from pocketllm.kernels.numba.moe import mixture
+from pocketllm.kernels.numba.progress import warm_up
 from pocketllm.kernels.numba.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
 from pocketllm.kernels.numba.simd import Target
-from pocketllm.kernels.numba.threads import pool, set_num_threads
+from pocketllm.kernels.numba.threads import pool
+from pocketllm.kernels.numba.threads import set_num_threads as set_pool_threads
 from pocketllm.kernels.types import LinearWeight
 
 name = "numba"
 _TARGET = Target.host()
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Kernels use these threads; torch, whose idle threads would spin against them, is left with one."""
+    torch.set_num_threads(1)
+    set_pool_threads(num_threads)
 
 
 def _products() -> Linear:
@@ -67,4 +76,5 @@ __all__ = [
     "set_num_threads",
     "sigmoid_mul",
     "silu_mul",
+    "warm_up",
 ]

@@ -65,22 +65,25 @@ class _Recording(TorchDispatchMode):
             self.repeatable = False
         elif func._schema.is_mutable:
             self.steps.append((_again, (func, args, kwargs)))
-        elif not _computes_nothing(func):
+        elif not _computes_nothing(func, args, result):
             self.steps.append((_again_into, (result, func, args, kwargs)))
         return result
 
 
 def _depends_on_values(func: Any, args: Any) -> bool:
     """Whether the result's shape, or what Python code makes of it, depends on values."""
-    if func.overloadpacket is torch.ops.aten.index:  # tagged for its masks; whole numbers pick as many rows as there are
+    if func.overloadpacket is torch.ops.aten.index:  # tagged for its masks; whole numbers give as many rows as there are
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
-def _computes_nothing(func: Any) -> bool:
-    """Views, and tensors whose contents come from a kernel."""
-    is_view = any(value.alias_info is not None for value in func._schema.returns)
-    return is_view or func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.detach)
+def _computes_nothing(func: Any, args: Any, result: Any) -> bool:
+    """Views, and tensors whose contents come from a kernel. (`reshape` and `to` are views only where they can be.)"""
+    if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like):
+        return True
+    first = result if isinstance(result, Tensor) else result[0]
+    storage = first.untyped_storage().data_ptr()
+    return any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == storage for x in args)
 
 
 def _again(func: Any, args: Any, kwargs: Any) -> None:

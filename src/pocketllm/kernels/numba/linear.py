@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pocketllm.kernels.numba.launch import launch
 from pocketllm.kernels.numba.linear_kernels import product_kernel, scratch_bytes
 from pocketllm.kernels.numba.linear_packing import PackedFormat, pack_weight
 from pocketllm.kernels.numba.runtime import ThreadPool
@@ -42,7 +43,8 @@ class Linear:
         scheme = weight.format.scheme
         scratch = torch.empty(scratch_bytes(scheme, rows, k), dtype=torch.uint8)
         bias = weight.bias.data_ptr() if weight.bias is not None else 0
-        product_kernel(scheme)(
+        launch(
+            product_kernel(scheme),
             self.pool.handle,
             source.data_ptr(),
             rows,

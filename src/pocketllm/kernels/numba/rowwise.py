@@ -10,7 +10,7 @@ from torch import Tensor
 from pocketllm.kernels.numba.format_simd import keep_alive, load_i64
 from pocketllm.kernels.numba.launch import launch
 from pocketllm.kernels.numba.runtime import kernel, parallel_for
-from pocketllm.kernels.numba.simd import fma, splat
+from pocketllm.kernels.numba.simd import fma, load_f32, splat
 from pocketllm.kernels.numba.threads import pool_handle
 from pocketllm.kernels.numba.vector_math import load_f32x16_part, sigmoid, silu, store_f32x16_part, sum_lanes
 
@@ -85,20 +85,24 @@ def _rope_kernel(pool, x, x_row, norm, eps, cos, sin, positions, tokens, heads, 
 
 
 @kernel
-def _gate_rows(begin, end, gate, gate_row, x, x_row, width, with_silu, out):  # type: ignore[no-untyped-def]
+def _gate_rows(begin, end, gate, gate_row, gate_width, x, x_row, width, with_silu, out):  # type: ignore[no-untyped-def]
+    """gate_width: width, or 1 for one gate a row."""
     for row in range(begin, end):
         for i in range(0, width, 16):
             some = width - i
-            g = load_f32x16_part(gate + row * gate_row + 4 * i, some)
+            at = gate + row * gate_row
+            g = load_f32x16_part(at + 4 * i, some) if gate_width == width else splat(load_f32(at))
             g = silu(g) if with_silu else sigmoid(g)
             y = g * load_f32x16_part(x + row * x_row + 4 * i, some)
             store_f32x16_part(out + 4 * (row * width + i), y, some)
 
 
 @kernel
-def _gate_kernel(pool, gate, gate_row, x, x_row, rows, width, with_silu, out):  # type: ignore[no-untyped-def]
+def _gate_kernel(  # type: ignore[no-untyped-def]
+    pool, gate, gate_row, gate_width, x, x_row, rows, width, with_silu, out
+):
     grain = max(1, _GRAIN // 2 // width)
-    parallel_for(pool, _gate_rows, rows, grain, (gate, gate_row, x, x_row, width, with_silu, out))
+    parallel_for(pool, _gate_rows, rows, grain, (gate, gate_row, gate_width, x, x_row, width, with_silu, out))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -168,7 +172,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     y = _rows(gate_up)
     out = torch.empty(rows, width)
     gate, row_bytes = y.data_ptr(), y.stride(0) * 4
-    launch(_gate_kernel, pool_handle(), gate, row_bytes, gate + 4 * width, row_bytes, rows, width, True, out.data_ptr())
+    launch(
+        _gate_kernel, pool_handle(), gate, row_bytes, width, gate + 4 * width, row_bytes, rows, width, True,
+        out.data_ptr(),
+    )  # fmt: skip
     return out.to(gate_up.dtype)
 
 
@@ -177,7 +184,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     y, g = _rows(x), _rows(gate)
     out = torch.empty(rows, width)
     launch(
-        _gate_kernel, pool_handle(), g.data_ptr(), g.stride(0) * 4, y.data_ptr(), y.stride(0) * 4, rows, width, False,
-        out.data_ptr(),
+        _gate_kernel, pool_handle(), g.data_ptr(), g.stride(0) * 4, g.shape[1], y.data_ptr(), y.stride(0) * 4, rows,
+        width, False, out.data_ptr(),
     )  # fmt: skip
     return out.to(x.dtype)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from pocketllm.kernels.reference.attention import append, attend, attention_workspace, dequantize, prefill
@@ -15,6 +16,15 @@ from pocketllm.kernels.reference.linear import embedding, linear, moe, pack_weig
 from pocketllm.kernels.reference.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
 
 name = "reference"
+
+
+def set_num_threads(num_threads: int) -> None:
+    """OpenMP keeps this number per calling thread."""
+    torch.set_num_threads(num_threads)
+
+
+def warm_up(run: Callable[[], None]) -> None:
+    """Nothing here is compiled."""
 
 
 def capture(run: Callable[[], Tensor]) -> tuple[Tensor, None]:
@@ -40,6 +50,8 @@ __all__ = [
     "pack_weight",
     "prefill",
     "rms_norm",
+    "set_num_threads",
     "sigmoid_mul",
     "silu_mul",
+    "warm_up",
 ]

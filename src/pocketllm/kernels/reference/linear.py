@@ -18,16 +18,26 @@ def pack_weight(weight: LinearWeight) -> LinearWeight:
 
 SMALL_BATCH = 64  # rows up to which a row's result does not depend on the number of rows
 BLOCK = 8
+DECODE_ROWS = 4096  # rows of a quantised weight decoded at a time: bounds the workspace
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    matrix = weight.format.decode(weight.tensors).to(x.dtype)  # no copy if stored in the compute type
-    bias = weight.bias.to(x.dtype) if weight.bias is not None else None
+    if len(weight.tensors) == 1:  # plain: decoding is a view
+        y = _product(x, weight.format.decode(weight.tensors))
+    else:
+        rows = torch.arange(weight.shape[0], device=x.device)
+        parts = [_product(x, weight.format.decode_rows(weight.tensors, some)) for some in rows.split(DECODE_ROWS)]
+        y = torch.cat(parts, dim=-1)
+    return y if weight.bias is None else y + weight.bias.to(x.dtype)
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    matrix = matrix.to(x.dtype)  # no copy if stored in the compute type
     if len(x) > SMALL_BATCH:
-        return F.linear(x, matrix, bias)
+        return F.linear(x, matrix)
     # The library's product sums in an order that depends on the number of rows: always give it the same number.
     padded = F.pad(x, (0, 0, 0, -len(x) % BLOCK))
-    return torch.cat([F.linear(block, matrix, bias) for block in padded.split(BLOCK)])[: len(x)]
+    return torch.cat([F.linear(block, matrix) for block in padded.split(BLOCK)])[: len(x)]
 
 
 def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:

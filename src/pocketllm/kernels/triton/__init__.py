@@ -1,5 +1,6 @@
 """The GPU backend in Triton: attention over slots; the other operations are still those of the reference."""
 
+from pocketllm.kernels.reference import capture, set_num_threads, warm_up
 from pocketllm.kernels.reference.gated_delta import (
     gated_delta_commit,
     gated_delta_decode,
@@ -17,6 +18,7 @@ __all__ = [
     "append",
     "attend",
     "attention_workspace",
+    "capture",
     "dequantize",
     "embedding",
     "gated_delta_commit",
@@ -30,6 +32,8 @@ __all__ = [
     "pack_weight",
     "prefill",
     "rms_norm",
+    "set_num_threads",
     "sigmoid_mul",
     "silu_mul",
+    "warm_up",
 ]

@@ -23,16 +23,23 @@ from pocketllm.kernels.triton.tuning import (
     attention_config,
     multiprocessors,
 )
-from pocketllm.kernels.types import AttentionMask, KVCodec, LayerKV
+from pocketllm.kernels.types import AttentionMask, LayerKV
 
-ROW_BLOCK = 16  # rows of a tensor-core tile; a verify pass takes up to two at a time
+BLOCK_ROWS, MOST_BLOCKS = (
+    8,
+    4,
+)  # query rows (heads of a group x queries) of a block; blocks that share a tile of K and V
 LOG2E = 1.4426950408889634
 PARTIALS = 128 * 2**20  # bytes of unmerged splits held at a time; more slots are taken in several launches
 
 
 @cache
-def _pieces(codec: KVCodec, head_dim: int) -> TritonPieces:
-    return cast(TritonCodec, codec).triton_pieces(head_dim)
+def _pieces_of(codec: TritonCodec, head_dim: int) -> TritonPieces:
+    return codec.triton_pieces(head_dim)
+
+
+def _pieces(kv: LayerKV) -> TritonPieces:
+    return _pieces_of(cast(TritonCodec, kv.codec), kv.head_dim)
 
 
 @cache
@@ -63,7 +70,7 @@ def _heads(x: Tensor) -> Tensor:
 
 
 def append(kv: LayerKV, k: Tensor, v: Tensor, token_slots: Tensor, positions: Tensor) -> None:
-    pieces, (num_tokens, kv_heads, head_dim) = _pieces(kv.codec, kv.head_dim), k.shape
+    pieces, (num_tokens, kv_heads, head_dim) = _pieces(kv), k.shape
     signs, k, v = _signs(pieces, k.device), _heads(k), _heads(v)
     append_kernel[(num_tokens, kv_heads)](
         k, v, k.stride(0), v.stride(0), kv.planes, kv.block_table, kv.block_table.shape[1], token_slots, positions,
@@ -73,7 +80,7 @@ def append(kv: LayerKV, k: Tensor, v: Tensor, token_slots: Tensor, positions: Te
 
 
 def dequantize(kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
-    pieces, kv_heads, device = _pieces(kv.codec, kv.head_dim), kv.planes[0].shape[2], kv.planes[0].device
+    pieces, kv_heads, device = _pieces(kv), kv.planes[0].shape[2], kv.planes[0].device
     signs = _signs(pieces, device)
     k = torch.empty(kv_len, kv_heads, kv.head_dim, device=device)
     v = torch.empty_like(k)
@@ -81,17 +88,16 @@ def dequantize(kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
         dequantize_kernel[(kv_len, kv_heads)](
             k, v, kv.planes, kv.block_table, kv.block_table.shape[1], slot_id, signs,
             *_bias(kv), HK=kv_heads, D=kv.head_dim, DP=_padded(kv.head_dim), PAGE=kv.page_size,
-            ROTATED=signs is not None, HALF=_half(kv), SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=2,
+            ROTATED=signs is not None, HALF=_half(kv), SCALED=pieces.scaled, LOAD_K=pieces.load_k,
+            LOAD_V=pieces.load_v, num_warps=2,
         )  # fmt: skip
     return k, v
 
 
-def _rotated(x: Tensor, signs: Tensor, dtype: torch.dtype, back: bool) -> Tensor:
-    """Each row of x [..., D] rotated, or rotated back."""
+def _rotate(x: Tensor, out: Tensor, signs: Tensor, back: bool) -> Tensor:
+    """Each row of x [..., D] rotated, or rotated back, into `out`."""
     head_dim = x.shape[-1]
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    rows = x.numel() // head_dim
-    rotate_kernel[(rows,)](x, out, signs, D=head_dim, DP=_padded(head_dim), BACK=back, num_warps=1)
+    rotate_kernel[(x.numel() // head_dim,)](x, out, signs, D=head_dim, DP=_padded(head_dim), BACK=back, num_warps=1)
     return out
 
 
@@ -110,15 +116,15 @@ def attend_with(
 ) -> Tensor:
     """`attend` with given tile sizes, as the tuner calls it."""
     n, q_len, num_heads, head_dim = q.shape
-    one_block = num_heads // kv.planes[0].shape[2] * q_len <= ROW_BLOCK
-    chosen, block_m = (config.attend, ROW_BLOCK) if one_block else (config.verify, 2 * ROW_BLOCK)
+    blocks = min(-(-num_heads // kv.planes[0].shape[2] * q_len // BLOCK_ROWS), MOST_BLOCKS)
+    chosen = config.attend if blocks == 1 else config.verify
     max_splits = -(-kv.block_table.shape[1] * kv.page_size // chosen.split)
     at_a_time = max(PARTIALS // (q_len * num_heads * max_splits * (head_dim + 2) * 4), 1)
     q = q.contiguous()
     out = torch.empty_like(q)
     for i in range(0, n, at_a_time):
         part = slice(i, min(i + at_a_time, n))
-        _attend(kv, q[part], slot_ids[part], kv_lens[part], scale, mask, out[part], chosen, block_m, max_splits)
+        _attend(kv, q[part], slot_ids[part], kv_lens[part], scale, mask, out[part], chosen, blocks, max_splits)
     return out
 
 
@@ -131,29 +137,34 @@ def _attend(
     mask: AttentionMask,
     out: Tensor,
     config: AttendConfig,
-    block_m: int,
+    blocks: int,
     max_splits: int,
 ) -> None:
     n, q_len, num_heads, head_dim = q.shape
-    pieces, device = _pieces(kv.codec, kv.head_dim), q.device
+    pieces, device = _pieces(kv), q.device
     signs = _signs(pieces, device)
     rows = n * q_len * num_heads
     half, padded = _half(kv), _padded(head_dim)
     part_out = torch.empty(rows, max_splits, head_dim, dtype=torch.float32, device=device)
     part_sums = torch.empty(rows, max_splits, 2, dtype=torch.float32, device=device)
-    stored_q = q if signs is None else _rotated(q, signs, torch.float16, back=False)
+    stored_q = q if signs is None else _rotate(q, torch.empty_like(q, dtype=torch.float16), signs, back=False)
     split_kernel[(config.programs * multiprocessors(device),)](
         stored_q, q, kv.planes, kv.block_table, kv.block_table.shape[1], slot_ids, kv_lens, n, *_bias(kv),
         part_out, part_sums, max_splits, scale * LOG2E,
         Q=q_len, HQ=num_heads, HK=kv.planes[0].shape[2], D=head_dim, DP=padded, PAGE=kv.page_size,
-        SPLIT=config.split, BLOCK_M=block_m, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
+        SPLIT=config.split, BLOCKS=blocks, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
         WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
         SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
+        maxnreg=config.registers,
     )  # fmt: skip
-    merge_kernel[(rows,)](
-        part_out, part_sums, kv_lens, out, signs, max_splits, ROWS=q_len * num_heads, D=head_dim, DP=padded,
-        SPLIT=config.split, SPLITS=_padded(max_splits), BLOCK=16, ROTATED=signs is not None, num_warps=4,
+    merged = out if signs is None else torch.empty_like(out, dtype=torch.float32)
+    chunk = min(padded, 64)
+    merge_kernel[(rows, padded // chunk)](
+        part_out, part_sums, kv_lens, merged, max_splits, ROWS=q_len * num_heads, D=head_dim, CHUNK=chunk,
+        SPLIT=config.split, SPLITS=_padded(max_splits), BLOCK=64, num_warps=4,
     )  # fmt: skip
+    if signs is not None:
+        _rotate(merged, out, signs, back=True)
 
 
 def prefill(
@@ -180,10 +191,10 @@ def prefill_with(
 ) -> Tensor:
     """`prefill` with given tile sizes, as the tuner calls it."""
     num_tokens, num_heads, head_dim = q.shape
-    pieces, n = _pieces(kv.codec, kv.head_dim), len(slot_ids)
+    pieces, n = _pieces(kv), len(slot_ids)
     signs, kv_heads, half = _signs(pieces, q.device), kv.planes[0].shape[2], _half(kv)
     q = q.contiguous()
-    stored_q = q if signs is None else _rotated(q, signs, torch.float16, back=False)
+    stored_q = q if signs is None else _rotate(q, torch.empty_like(q, dtype=torch.float16), signs, back=False)
     out = torch.empty(q.shape, dtype=q.dtype if signs is None else torch.float32, device=q.device)
     blocks = -(-num_tokens * (num_heads // kv_heads) // config.block_m) + n  # each sequence may leave one part empty
     prefill_kernel[(blocks, kv_heads)](
@@ -193,7 +204,7 @@ def prefill_with(
         WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
         SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    return out if signs is None else _rotated(out, signs, q.dtype, back=True)
+    return out if signs is None else _rotate(out, torch.empty_like(q), signs, back=True)
 
 
 def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
@@ -201,4 +212,6 @@ def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int) 
     rows = num_heads * q_len
     smallest_split = 256  # of any table
     partials = rows * -(-kv_len // smallest_split) * (head_dim + 2) * 4
-    return rows * head_dim * 10 + min(partials, PARTIALS + num_heads * -(-kv_len // smallest_split) * (head_dim + 2) * 4)
+    return rows * head_dim * 10 + min(
+        partials, PARTIALS + num_heads * -(-kv_len // smallest_split) * (head_dim + 2) * 4
+    )

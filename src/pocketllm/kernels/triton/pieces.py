@@ -22,9 +22,9 @@ class TritonPieces:
             `store_row`, the query, and once the output back; no other piece knows about it
     scaled  whether rows have scales; else the loaders' second result is ignored
     store_row(planes, row, k, v, D, DP)      encodes k, v [DP] float32 (elements from D on are zero) into row `row`
-    load_k(planes, rows, valid, D, DP)       K of rows [N] -> a tile [N, DP] of the type the matrix product is to run
-            in, and a scale [N] float32 to multiply its scores by. Zeros where not valid [N], and from D on
-    load_v(planes, rows, valid, D, DP)       likewise V; its scale multiplies the weights
+    load_k(planes, rows, D, DP)       K of rows [N] -> a tile [N, DP] of the type the matrix product is to run
+            in, and a scale [N] float32 to multiply its scores by. Zeros from D on
+    load_v(planes, rows, D, DP)       likewise V; its scale multiplies the weights
     """
 
     signs: Tensor | None
@@ -38,3 +38,5 @@ class TritonCodec(Protocol):
     """What these kernels ask of a KV format beyond `kernels.types.KVCodec`."""
 
     def triton_pieces(self, head_dim: int) -> TritonPieces: ...
+
+    def __hash__(self) -> int: ...

@@ -18,7 +18,7 @@ from pocketllm.kernels.triton.softmax import (
     start_state,
     visible_tokens,
 )
-from pocketllm.kernels.triton.storage import storage_row
+from pocketllm.kernels.triton.storage import tile_rows
 
 
 @triton.jit
@@ -56,16 +56,15 @@ def prefill_kernel(
         end = tl.minimum(kv_len, kv_len - num_queries + (block * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
         for start in range(begin, end, BLOCK_N):
             tokens = start + tl.arange(0, BLOCK_N)
-            valid = tokens < kv_len
-            rows = (storage_row(block_table, max_pages, slot, start, PAGE) + tl.arange(0, BLOCK_N)) * HK + head
-            k, k_scale = LOAD_K(planes, rows, valid, D, DP)
-            v, v_scale = LOAD_V(planes, rows, valid, D, DP)
+            rows = tile_rows(block_table, max_pages, slot, start, kv_len, BLOCK_N, PAGE) * HK + head
+            k, k_scale = LOAD_K(planes, rows, D, DP)
+            v, v_scale = LOAD_V(planes, rows, D, DP)
             extra = None
             if HALF > 0:
-                extra = bias_scores(bias_a, bias_b, bias_c, cos, sin, tokens, valid, HALF, HALFP)
-            seen = visible_tokens(position, tokens, valid, WINDOW, SINKS)
+                in_table = tl.minimum(tokens, kv_len - 1)
+                extra = bias_scores(bias_a, bias_b, bias_c, cos, sin, in_table, HALF, HALFP)
+            seen = visible_tokens(position[:, None], tokens[None, :], WINDOW, SINKS)
             state = softmax_step(state, queries.to(k.dtype), k, k_scale, v, v_scale, extra, seen, scale, SCALED)
-        largest, power, total, values = state
-        sums = tl.max(total, axis=1)
-        values = values * (tl.exp2(power) / tl.where(sums > 0.0, sums, 1.0))[:, None]
+        _, power, total, values = state
+        values = values * (tl.exp2(power) / tl.where(total > 0.0, total, 1.0))[:, None]
         tl.store(out + at[:, None] + d[None, :], values.to(out.dtype.element_ty), mask=q_mask)

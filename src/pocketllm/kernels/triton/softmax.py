@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+# ruff: noqa: SIM108
 """One step of softmax attention over a tile of cached tokens, for every format and every kind of pass.
 
 What makes a row's result its own, bit for bit: a tile in which a row sees nothing leaves all its sums as they were, sums
@@ -27,15 +28,15 @@ def start_state(M: tl.constexpr, DP: tl.constexpr, SCALED: tl.constexpr):
     """(largest score, exponent of V's scale, sum of weights, weighted values) before the first tile."""
     largest = tl.full([M], float("-inf"), tl.float32)
     power = tl.full([M], -126.0 if SCALED else 0.0, tl.float32)
-    return largest, power, tl.zeros([M, 16], tl.float32), tl.zeros([M, DP], tl.float32)
+    return largest, power, tl.zeros([M], tl.float32), tl.zeros([M, DP], tl.float32)
 
 
 @triton.jit
-def visible_tokens(position, tokens, valid, WINDOW: tl.constexpr, SINKS: tl.constexpr):
-    """[M, N]: which tokens the queries at positions [M] see (`kernels.types.AttentionMask`)."""
-    seen = (tokens[None, :] <= position[:, None]) & valid[None, :]
+def visible_tokens(position, tokens, WINDOW: tl.constexpr, SINKS: tl.constexpr):
+    """Which tokens the queries at these positions see (`kernels.types.AttentionMask`); shapes broadcast."""
+    seen = tokens <= position
     if WINDOW > 0:
-        seen = seen & ((position[:, None] - tokens[None, :] < WINDOW) | (tokens < SINKS)[None, :])
+        seen = seen & ((position - tokens < WINDOW) | (tokens < SINKS))
     return seen
 
 
@@ -68,10 +69,11 @@ def softmax_step(state, q, k, k_scale, v, v_scale, extra, seen, scale, SCALED: t
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weights = tl.exp2(scores - reference[:, None])
     shrink = tl.exp2(largest - reference)
-    total = total * shrink[:, None]
-    total = dot(weights.to(v.dtype), tl.full([v.shape[0], 16], 1.0, tl.float32).to(v.dtype), total)
+    total = total * shrink + tl.sum(weights, axis=1)
     if SCALED:
-        new_power = tl.maximum(power, tl.max(tl.where(scores == float("-inf"), -126.0, exponent(v_scale)[None, :]), axis=1))
+        new_power = tl.maximum(
+            power, tl.max(tl.where(scores == float("-inf"), -126.0, exponent(v_scale)[None, :]), axis=1)
+        )
         weights = weights * v_scale[None, :] * tl.exp2(-new_power)[:, None]
         shrink = shrink * tl.exp2(power - new_power)
         power = new_power
@@ -99,10 +101,10 @@ def bias_queries(q, at, mask, bias, head, HALF: tl.constexpr, HALFP: tl.constexp
 
 
 @triton.jit
-def bias_scores(a, b, c, cos, sin, tokens, valid, HALF: tl.constexpr, HALFP: tl.constexpr):
+def bias_scores(a, b, c, cos, sin, tokens, HALF: tl.constexpr, HALFP: tl.constexpr):
     """The score term of a key bias [M, N]. Large and cancelling, so in three tf32 products."""
     i = tl.arange(0, HALFP)
     at = tokens[None, :] * HALF + i[:, None]
-    mask = valid[None, :] & (i < HALF)[:, None]
+    mask = (i < HALF)[:, None]
     out = tl.dot(a, tl.load(cos + at, mask=mask, other=0.0), input_precision="tf32x3")
     return tl.dot(b, tl.load(sin + at, mask=mask, other=0.0), out, input_precision="tf32x3") + c[:, None]

@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+# ruff: noqa: SIM108
 """Where a token stands in the planes, and the kernels that work on single rows: append, dequantize, rotate."""
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ def storage_row(block_table, max_pages, slot, position, PAGE: tl.constexpr):
 
 
 @triton.jit
-def load_plane(plane, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    """Elements [N, DP] of rows [N] of a plane of width D; zeros where not valid, and from D on."""
+def tile_rows(block_table, max_pages, slot, start, kv_len, N: tl.constexpr, PAGE: tl.constexpr):
+    """Rows [N] of tokens start .. start + N - 1 of a slot, which share a page: N divides PAGE, start is a multiple of N.
+
+    Past the slot's last token they repeat its row: what is read there is masked later, and must be a number.
+    """
+    return storage_row(block_table, max_pages, slot, start, PAGE) + tl.minimum(tl.arange(0, N), kv_len - 1 - start)
+
+
+@triton.jit
+def load_plane(plane, rows, D: tl.constexpr, DP: tl.constexpr):
+    """Elements [N, DP] of rows [N] of a plane of width D; zeros from D on."""
     d = tl.arange(0, DP)
-    mask = valid[:, None]
+    at = plane + rows[:, None] * D + d[None, :]
     if D < DP:
-        mask = mask & (d < D)[None, :]
-    return tl.load(plane + rows[:, None] * D + d[None, :], mask=mask, other=0.0)
+        return tl.load(at, mask=(d < D)[None, :], other=0.0)
+    return tl.load(at)
 
 
 @triton.jit
@@ -69,10 +79,9 @@ def dequantize_kernel(
     """One program per token and KV head. HALF is half the rotated dims of a key bias, or 0 for none."""
     position, head = tl.program_id(0), tl.program_id(1)
     rows = storage_row(block_table, max_pages, slot, position, PAGE) * HK + head + tl.arange(0, 1)
-    valid = rows >= 0
     d = tl.arange(0, DP)
-    key, k_scale = LOAD_K(planes, rows, valid, D, DP)
-    value, v_scale = LOAD_V(planes, rows, valid, D, DP)
+    key, k_scale = LOAD_K(planes, rows, D, DP)
+    value, v_scale = LOAD_V(planes, rows, D, DP)
     key, value = key.to(tl.float32), value.to(tl.float32)
     if SCALED:
         key, value = key * k_scale[:, None], value * v_scale[:, None]

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ class Case:
 CASES = (Case(8, 32768), Case(1, 32768), Case(8, 4096))
 
 
-def random_layers(codec: Any, head_dim: int, kv_heads: int, slots: int, context: int, device: torch.device) -> list[LayerKV]:
+def random_layers(
+    codec: Any, head_dim: int, kv_heads: int, slots: int, context: int, device: torch.device
+) -> list[LayerKV]:
     """Caches of as many layers as COLD needs, pages in random order, filled with rows encoded from Gaussian K and V."""
     planes: tuple[PlaneSpec, ...] = codec.planes(head_dim)
     pages = slots * -(-context // PAGE)
@@ -62,7 +65,7 @@ def random_layers(codec: Any, head_dim: int, kv_heads: int, slots: int, context:
 
 def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     """Median microseconds of one of `calls`, run one after another in a CUDA graph."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         calls[0]()
     torch.cuda.synchronize()
@@ -70,9 +73,9 @@ def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
@@ -89,14 +92,14 @@ def attend_calls(
     slots = torch.arange(case.slots, dtype=torch.int32, device=device)
     lens = torch.full((case.slots,), case.context, dtype=torch.int32, device=device)
     scale, mask = head_dim**-0.5, AttentionMask()
-    return [lambda kv=kv: attend_with(config, kv, q, slots, lens, scale, mask) for kv in layers]  # type: ignore[misc]
+    return [partial(attend_with, config, kv, q, slots, lens, scale, mask) for kv in layers]
 
 
 def attend_candidates() -> Iterable[AttendConfig]:
     for split, block_n, warps, stages, programs in itertools.product(
         SPLITS, (32, 64, 128), (2, 4, 8), (3, 4, 5), (1, 2, 3, 4, 6)
     ):
-        if programs * warps in (8, 12, 16) and block_n >= 16 * warps // 2:  # otherwise too few warps, or too little each
+        if programs * warps in (8, 12, 16) and block_n >= 16 * warps // 2:  # else too few warps, or too little for each
             yield AttendConfig(split, block_n, programs, warps, stages)
 
 
@@ -147,7 +150,8 @@ def tune_prefill(
     best: tuple[float, PrefillConfig] | None = None
     for candidate in candidates:
         try:
-            time = time_graph([lambda c=candidate: prefill_with(c, kv, q, slots, bounds, lens, scale, AttentionMask())], 3)  # type: ignore[misc]
+            call = partial(prefill_with, candidate, kv, q, slots, bounds, lens, scale, AttentionMask())
+            time = time_graph([call], 3)
         except _too_large():
             continue
         note(candidate, time)
@@ -167,5 +171,5 @@ def _too_large() -> tuple[type[Exception], ...]:
 def as_entry(config: AttentionConfig) -> dict[str, Any]:
     """The JSON form that `tuning.parse` reads."""
     entry = asdict(config)
-    entry["verify"] = {k: v for k, v in entry["verify"].items() if k not in ("split", "block_n")}
+    entry["verify"] = {k: v for k, v in entry["verify"].items() if k not in ("split", "block_n", "warps")}
     return entry

@@ -16,13 +16,17 @@ import torch
 
 @dataclass(frozen=True)
 class AttendConfig:
-    """split: tokens per split; block_n: tokens per tile; programs per multiprocessor; Triton's warps and stages."""
+    """split: tokens per split; block_n: tokens per tile; programs per multiprocessor; Triton's warps and stages.
+
+    registers: most a thread may have, so that as many programs fit at a time; None: as the compiler likes.
+    """
 
     split: int
     block_n: int
     programs: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class AttentionConfig:
     head_dim: int
     token_bytes: int  # of one KV head, K and V together
     attend: AttendConfig
-    verify: AttendConfig  # two row blocks in one tile; the split and the tile are those of `attend`
+    verify: AttendConfig  # for several row blocks; all that defines a sum (split, block_n, warps) is as in `attend`
     prefill: PrefillConfig
 
 

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
-"""Triton pieces of fp8: codes become fp16 (Hopper has no direct conversion to bfloat16)."""
+"""Triton pieces of fp8: codes become fp16 over 256, and scales 256 times themselves."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from pocketllm.kernels.triton.numerics import fp8_to_fp16, unpacked_first
+from pocketllm.kernels.triton.numerics import fp8_over_256
 from pocketllm.kernels.triton.pieces import TritonPieces
 from pocketllm.kernels.triton.storage import load_plane
 
@@ -27,15 +27,15 @@ def store_row(planes, row, k, v, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def load_k(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    codes = load_plane(planes[0], rows, valid, D, DP)
-    return fp8_to_fp16(codes), tl.load(planes[2] + rows, mask=valid, other=1.0)
+def load_k(planes, rows, D: tl.constexpr, DP: tl.constexpr):
+    codes = load_plane(planes[0], rows, D, DP)
+    return fp8_over_256(codes), tl.load(planes[2] + rows) * 256
 
 
 @triton.jit
-def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    codes = load_plane(planes[1], rows, valid, D, DP)
-    return unpacked_first(fp8_to_fp16(codes)), tl.load(planes[3] + rows, mask=valid, other=1.0)
+def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
+    codes = load_plane(planes[1], rows, D, DP)
+    return fp8_over_256(codes), tl.load(planes[3] + rows) * 256
 
 
 PIECES = TritonPieces(None, True, store_row, load_k, load_v)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pocketllm.cache.formats.rotation import signs
-from pocketllm.kernels.triton.numerics import int8_to_fp16, round_even, unpacked_first
+from pocketllm.kernels.triton.numerics import int8_to_fp16, round_even
 from pocketllm.kernels.triton.pieces import TritonPieces
 from pocketllm.kernels.triton.storage import load_plane
 
@@ -28,15 +28,15 @@ def store_row(planes, row, k, v, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def load_k(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    codes = load_plane(planes[0], rows, valid, D, DP)
-    return int8_to_fp16(codes), tl.load(planes[2] + rows, mask=valid, other=1.0)
+def load_k(planes, rows, D: tl.constexpr, DP: tl.constexpr):
+    codes = load_plane(planes[0], rows, D, DP)
+    return int8_to_fp16(codes), tl.load(planes[2] + rows)
 
 
 @triton.jit
-def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    codes = load_plane(planes[1], rows, valid, D, DP)
-    return unpacked_first(int8_to_fp16(codes)), tl.load(planes[3] + rows, mask=valid, other=1.0)
+def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
+    codes = load_plane(planes[1], rows, D, DP)
+    return int8_to_fp16(codes), tl.load(planes[3] + rows)
 
 
 def pieces(head_dim: int) -> TritonPieces:

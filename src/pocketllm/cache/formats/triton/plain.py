@@ -18,13 +18,13 @@ def store_row(planes, row, k, v, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def load_k(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    return load_plane(planes[0], rows, valid, D, DP), 1.0
+def load_k(planes, rows, D: tl.constexpr, DP: tl.constexpr):
+    return load_plane(planes[0], rows, D, DP), 1.0
 
 
 @triton.jit
-def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
-    return load_plane(planes[1], rows, valid, D, DP), 1.0
+def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
+    return load_plane(planes[1], rows, D, DP), 1.0
 
 
 PIECES = TritonPieces(None, False, store_row, load_k, load_v)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pocketllm.cache.formats.rotation import signs
 from pocketllm.cache.formats.triton.int8_per_token_head import load_k, store_int8
-from pocketllm.kernels.triton.numerics import INTERPRETED, unpacked_first
+from pocketllm.kernels.triton.numerics import INTERPRETED
 from pocketllm.kernels.triton.pieces import TritonPieces
 
 _CUBIC = tl.constexpr(0.0055)
@@ -105,21 +105,21 @@ def store_row(planes, row, k, v, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def load_v(planes, rows, valid, D: tl.constexpr, DP: tl.constexpr):
+def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
     HALF: tl.constexpr = D // 2
-    scale = tl.load(planes[3] + rows, mask=valid, other=1.0) * (1 / _INVERSE)
+    scale = tl.load(planes[3] + rows) * (1 / _INVERSE)
     if D == DP:
         d = tl.arange(0, HALF)
-        codes = tl.load(planes[1] + rows[:, None] * HALF + d[None, :], mask=valid[:, None], other=0)
+        codes = tl.load(planes[1] + rows[:, None] * HALF + d[None, :])
         low, high = _levels(codes)
         tile = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [codes.shape[0], D])
     else:
         d = tl.arange(0, DP)
         byte = tl.where(d < HALF, d, d - HALF)
-        mask = valid[:, None] & (d < D)[None, :]
+        mask = (d < D)[None, :]
         codes = tl.load(planes[1] + rows[:, None] * HALF + byte[None, :], mask=mask, other=0)
         tile = tl.where(mask, _level(tl.where((d < HALF)[None, :], codes & 15, codes >> 4)), 0.0).to(tl.float16)
-    return unpacked_first(tile), scale
+    return tile, scale
 
 
 def pieces(head_dim: int) -> TritonPieces:
