@@ -12,6 +12,9 @@ from torch import Tensor
 import tiny_models
 from pocketllm import Engine, SlotEngine, SlotRequest
 from pocketllm.engine.request import RequestOutput
+from pocketllm.kernels import BACKENDS
+
+CPU_BACKENDS = [name for name in BACKENDS if name != "triton"]  # which has tests of its own, in Triton's interpreter
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 500) -> list[int]:

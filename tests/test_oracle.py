@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_models
+from engines import CPU_BACKENDS
 from pocketllm import LLM, Engine, SamplingParams, SlotEngine, SlotRequest
-from pocketllm.kernels import BACKENDS
 
 LENGTH = 130  # three chunks of the delta rule, the last one partly filled
 TOLERANCE = 2e-4  # per standard deviation of the logits, float32
@@ -95,10 +95,13 @@ def check_greedy(engine: Engine, oracle: Any, ids: Tensor, count: int = 24) -> N
     assert tokens == want[len(ids) - 1 : -1].tolist()
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize(("kind", "overrides"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(v))
-def test_every_kind_matches_transformers(kind: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+def test_every_kind_matches_transformers(
+    kind: str, overrides: dict[str, Any], backend: str, tmp_path: Path
+) -> None:
     folder, oracle = tiny_models.make(kind, tmp_path, **overrides)
-    engine = Engine(folder, max_batch_size=2, max_context=256, page_size=16, max_draft_tokens=3)
+    engine = Engine(folder, max_batch_size=2, max_context=256, page_size=16, max_draft_tokens=3, kernels=backend)
     ids = prompt()
     check_logits(engine, oracle, ids)
     check_greedy(engine, oracle, ids[:70])
@@ -107,7 +110,9 @@ def test_every_kind_matches_transformers(kind: str, overrides: dict[str, Any], t
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_5"])
 def test_fp8_folder_matches_its_dequantised_weights(kind: str, tmp_path: Path) -> None:
     folder, oracle = tiny_models.make_fp8(kind, tmp_path)
-    engine = Engine(folder, max_batch_size=2, max_context=256, page_size=16, max_draft_tokens=3)
+    engine = Engine(
+        folder, max_batch_size=2, max_context=256, page_size=16, max_draft_tokens=3, kernels="reference"
+    )  # the CPU backend rounds activations to bf16 for these weights
     ids = prompt(seed=3)
     check_logits(engine, oracle, ids)
     check_greedy(engine, oracle, ids[:40])
@@ -118,7 +123,9 @@ def test_fp8_folder_matches_its_dequantised_weights(kind: str, tmp_path: Path) -
 )
 def test_gguf_matches_its_dequantised_weights(kind: str, stored: str, tmp_path: Path) -> None:
     path, oracle = tiny_models.make_gguf(kind, tmp_path, type=stored)
-    engine = Engine(path, max_batch_size=2, max_context=256, page_size=16, max_draft_tokens=3)
+    engine = Engine(
+        path, max_batch_size=2, max_context=256, page_size=16, max_draft_tokens=3, kernels="reference"
+    )  # the CPU backend rounds activations to 8 bits for quantised weights
     ids = prompt(seed=4)
     check_logits(engine, oracle, ids)
     check_greedy(engine, oracle, ids[:40])
@@ -129,7 +136,7 @@ def test_gguf_matches_its_dequantised_weights(kind: str, stored: str, tmp_path: 
 def test_key_bias_left_out_of_storage_changes_nothing(kind: str, tmp_path: Path) -> None:
     """A format that drops the K bias but loses nothing else gives the plain format's logits."""
     folder, oracle = tiny_models.make(kind, tmp_path, **({"attention_bias": True} if kind != "qwen2" else {}))
-    engine = SlotEngine(folder, max_batch_size=1, max_context=256, page_size=16, kv_cache_dtype="fp32_without_key_bias")
+    engine = SlotEngine(folder, max_batch_size=1, max_context=256, page_size=16, kv_cache_dtype="fp32_without_key_bias", kernels="reference")
     ids = prompt(seed=5)
     slot = engine.acquire_slot()
     result = engine.batch_prefill([SlotRequest(slot, ids)])[0]
@@ -172,7 +179,7 @@ def smollm_oracle(path: Path) -> LlamaForCausalLM:
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_the_real_model_matches_transformers(embedded_model: Path, backend: str) -> None:
     llm = LLM(embedded_model, max_batch_size=1, max_context=512, quantization="none", kernels=backend)
     oracle = smollm_oracle(embedded_model)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import tiny_models
-from engines import drain, engine, feed, prompt, tokens_of
+from engines import CPU_BACKENDS, drain, engine, feed, prompt, tokens_of
 from pocketllm import Engine, SamplingParams, SlotEngine
 from pocketllm.cache.formats import KV_FORMATS
-from pocketllm.kernels import BACKENDS
 from pocketllm.kernels.types import LayerState
 
 LAYOUTS = ("paged", "slots")
@@ -25,7 +24,7 @@ CASES = [(kind, "fp32", "paged") for kind in tiny_models.KINDS] + [
     if (fmt, layout) != ("fp32", "paged")
 ]
 each_case = pytest.mark.parametrize(("kind", "kv", "layout"), CASES)
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each_backend = pytest.mark.parametrize("backend", CPU_BACKENDS)
 
 
 def alone(slots: SlotEngine, ids: list[int], steps: int) -> list[Tensor]:

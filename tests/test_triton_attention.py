@@ -56,7 +56,7 @@ def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
 
 class Toy(Int16Fixed):
     def triton_pieces(self, head_dim: int) -> TritonPieces:
-        return TritonPieces(None, False, store_row, load_k, load_v)
+        return TritonPieces(None, torch.float32, False, store_row, load_k, load_v)
 
 
 FORMATS = {**KV_FORMATS, "toy": Toy()}

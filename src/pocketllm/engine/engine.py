@@ -1,7 +1,7 @@
 """`Engine`: a `SlotEngine` with a queue, a scheduler and a sampler. The loop, in token ids.
 
 `add_request` queues, `step` computes one step for all requests that have a slot, `end_request` ends one early. Explicit
-slots can be used beside it: a slot the caller acquired can be lent to requests, one after the other (a conversation's turns).
+slots can be used beside it: a caller's slot can be lent to requests, one after the other (a conversation's turns).
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ class Plain(KVFormat):
         return FormatPieces(self.name, head_dim, sizes, None, encode_row, load_k, load_v, no_scale, no_scale)
 
     def triton_pieces(self, head_dim: int) -> TritonPieces:
-        from pocketllm.cache.formats.triton.plain import PIECES
+        from pocketllm.cache.formats.triton.plain import pieces
 
-        return PIECES
+        return pieces(self.dtype)
 
 
 FORMATS = (

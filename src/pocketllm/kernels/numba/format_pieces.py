@@ -121,7 +121,7 @@ class Core:
         return 2 if self.head_dim % 32 == 0 else 1
 
 
-class CoreType(types.Type):  # type: ignore[misc]
+class CoreType(types.Type):
     def __init__(self, core: Core) -> None:
         self.core = core
         super().__init__(name=f"Core({core.pieces.key},{core.rows},{core.shared})")

@@ -77,7 +77,7 @@ def split_kernel(
     Q: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, NP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr,
-    SCALED: tl.constexpr, LOAD_K: tl.constexpr, LOAD_V: tl.constexpr,
+    DTYPE: tl.constexpr, SCALED: tl.constexpr, LOAD_K: tl.constexpr, LOAD_V: tl.constexpr,
 ):  # fmt: skip
     """q [n, Q, HQ, D] in the storage's basis (raw_q: before the rotation, for a key bias).
 
@@ -101,7 +101,8 @@ def split_kernel(
         for b in tl.static_range(BLOCKS):
             in_rows, position, out_row = block_rows(seq, first_block + b, head, kv_len, Q, HQ, GROUP, M)
             q_mask = (d < D)[:, None] & in_rows[None, :]
-            queries = queries + (tl.load(q + out_row[None, :] * D + d[:, None], mask=q_mask, other=0.0),)
+            query = tl.load(q + out_row[None, :] * D + d[:, None], mask=q_mask, other=0.0).to(DTYPE)
+            queries = queries + (query,)
             if HALF > 0:
                 terms = bias_queries(raw_q, out_row * D, in_rows, bias, head, HALF, HALFP, D, DP)
                 biases = biases + (terms,)
@@ -126,9 +127,7 @@ def split_kernel(
                     )
                 _, position, _ = block_rows(seq, first_block + b, head, kv_len, Q, HQ, GROUP, M)
                 seen = visible_tokens(position[None, :], tokens[:, None], WINDOW, SINKS)
-                state = split_step(
-                    states[b], queries[b].to(k.dtype), k, k_scale, v, v_scale, extra, seen, scale, SCALED
-                )
+                state = split_step(states[b], queries[b], k, k_scale, v, v_scale, extra, seen, scale, SCALED)
                 stepped = stepped + (state,)
             states = stepped
         for b in tl.static_range(BLOCKS):

@@ -10,6 +10,7 @@ from functools import cache
 from typing import cast
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from pocketllm.kernels.triton.attend_kernels import merge_kernel, split_kernel
@@ -147,14 +148,15 @@ def _attend(
     half, padded = _half(kv), _padded(head_dim)
     part_out = torch.empty(rows, max_splits, head_dim, dtype=torch.float32, device=device)
     part_sums = torch.empty(rows, max_splits, 2, dtype=torch.float32, device=device)
-    stored_q = q if signs is None else _rotate(q, torch.empty_like(q, dtype=torch.float16), signs, back=False)
+    stored_q = q if signs is None else _rotate(q, torch.empty_like(q, dtype=pieces.dtype), signs, back=False)
     split_kernel[(config.programs * multiprocessors(device),)](
         stored_q, q, kv.planes, kv.block_table, kv.block_table.shape[1], slot_ids, kv_lens, n, *_bias(kv),
         part_out, part_sums, max_splits, scale * LOG2E,
         Q=q_len, HQ=num_heads, HK=kv.planes[0].shape[2], D=head_dim, DP=padded, PAGE=kv.page_size,
         SPLIT=config.split, BLOCKS=blocks, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
         WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
-        SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
+        DTYPE=getattr(tl, str(pieces.dtype).removeprefix("torch.")), SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v,
+        num_warps=config.warps, num_stages=config.stages,
         maxnreg=config.registers,
     )  # fmt: skip
     merged = out if signs is None else torch.empty_like(out, dtype=torch.float32)
@@ -194,7 +196,10 @@ def prefill_with(
     pieces, n = _pieces(kv), len(slot_ids)
     signs, kv_heads, half = _signs(pieces, q.device), kv.planes[0].shape[2], _half(kv)
     q = q.contiguous()
-    stored_q = q if signs is None else _rotate(q, torch.empty_like(q, dtype=torch.float16), signs, back=False)
+    # The kernel must find q in the products' type: converted there, it would pass through registers at every tile.
+    stored_q = (
+        q.to(pieces.dtype) if signs is None else _rotate(q, torch.empty_like(q, dtype=pieces.dtype), signs, back=False)
+    )
     out = torch.empty(q.shape, dtype=q.dtype if signs is None else torch.float32, device=q.device)
     blocks = -(-num_tokens * (num_heads // kv_heads) // config.block_m) + n  # each sequence may leave one part empty
     prefill_kernel[(blocks, kv_heads)](
@@ -202,7 +207,8 @@ def prefill_with(
         *_bias(kv), out, scale * LOG2E, HQ=num_heads, HK=kv_heads, D=head_dim, DP=_padded(head_dim), PAGE=kv.page_size,
         BLOCK_M=config.block_m, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
         WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
-        SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
+        SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out if signs is None else _rotate(out, torch.empty_like(q), signs, back=True)
 

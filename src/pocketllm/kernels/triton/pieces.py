@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -20,14 +21,16 @@ class TritonPieces:
 
     signs   None, or [D] float32: K and V are stored rotated by hadamard(signs * x). The kernels rotate what they give to
             `store_row`, the query, and once the output back; no other piece knows about it
+    dtype   the type that products run in: that of the loaders' tiles; queries are turned into it
     scaled  whether rows have scales; else the loaders' second result is ignored
     store_row(planes, row, k, v, D, DP)      encodes k, v [DP] float32 (elements from D on are zero) into row `row`
-    load_k(planes, rows, D, DP)       K of rows [N] -> a tile [N, DP] of the type the matrix product is to run
-            in, and a scale [N] float32 to multiply its scores by. Zeros from D on
-    load_v(planes, rows, D, DP)       likewise V; its scale multiplies the weights
+    load_k(planes, rows, D, DP)          K of rows [N] -> a tile [N, DP], zeros from D on, and a scale [N] float32 to
+            multiply its scores by
+    load_v(planes, rows, D, DP)          likewise V; its scale multiplies the weights
     """
 
     signs: Tensor | None
+    dtype: torch.dtype
     scaled: bool
     store_row: Callable[..., Any]
     load_k: Callable[..., Any]

@@ -29,7 +29,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr, SINKS: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr,
     SCALED: tl.constexpr, LOAD_K: tl.constexpr, LOAD_V: tl.constexpr,
 ):  # fmt: skip
-    """q [T, HQ, D] in the storage's basis -> out [T, HQ, D] in the same. Programs: (blocks of rows, KV heads)."""
+    """q [T, HQ, D] in the storage's basis and the products' type -> out [T, HQ, D] in the same basis. Programs: (blocks of rows, KV heads)."""
     GROUP: tl.constexpr = HQ // HK
     index = tl.arange(0, NP)
     starts = tl.load(cu_seqlens_q + index, mask=index < num_seqs, other=0)
@@ -64,7 +64,7 @@ def prefill_kernel(
                 in_table = tl.minimum(tokens, kv_len - 1)
                 extra = bias_scores(bias_a, bias_b, bias_c, cos, sin, in_table, HALF, HALFP)
             seen = visible_tokens(position[:, None], tokens[None, :], WINDOW, SINKS)
-            state = softmax_step(state, queries.to(k.dtype), k, k_scale, v, v_scale, extra, seen, scale, SCALED)
+            state = softmax_step(state, queries, k, k_scale, v, v_scale, extra, seen, scale, SCALED)
         _, power, total, values = state
         values = values * (tl.exp2(power) / tl.where(total > 0.0, total, 1.0))[:, None]
         tl.store(out + at[:, None] + d[None, :], values.to(out.dtype.element_ty), mask=q_mask)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -38,4 +39,4 @@ def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
     return fp8_over_256(codes), tl.load(planes[3] + rows) * 256
 
 
-PIECES = TritonPieces(None, True, store_row, load_k, load_v)
+PIECES = TritonPieces(None, torch.float16, True, store_row, load_k, load_v)

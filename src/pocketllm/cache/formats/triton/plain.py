@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -27,4 +28,5 @@ def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
     return load_plane(planes[1], rows, D, DP), 1.0
 
 
-PIECES = TritonPieces(None, False, store_row, load_k, load_v)
+def pieces(dtype: torch.dtype) -> TritonPieces:
+    return TritonPieces(None, dtype, False, store_row, load_k, load_v)

@@ -8,6 +8,7 @@ themselves.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -123,4 +124,4 @@ def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
 
 
 def pieces(head_dim: int) -> TritonPieces:
-    return TritonPieces(signs(head_dim), True, store_row, load_k, load_v)
+    return TritonPieces(signs(head_dim), torch.float16, True, store_row, load_k, load_v)
