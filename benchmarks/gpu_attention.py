@@ -1,6 +1,6 @@
 """Times attention on one GPU at the shapes of Qwen3.5-27B, and writes rows to results/h200-attention.json.
 
-    python benchmarks/gpu_attention.py [--tune FILE] [--quick] [--out FILE]
+    python benchmarks/gpu_attention.py [--formats NAME ...] [--out FILE]
 
 Every figure is the median over replays of a CUDA graph that walks through layers of distinct storage, so neither launches
 nor the L2 flatter it. `share` is the bandwidth of the bytes the format needs over that of a device-to-device copy.
@@ -126,10 +126,11 @@ def main() -> None:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "shape": f"{HEADS}/{KV_HEADS} heads x {HEAD_DIM}, per layer",
-        "rows": rows,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}," for k, v in report.items()]
+    listed = ",\n".join(f"  {json.dumps(r)}" for r in rows)
+    options.out.write_text("\n".join(["{", *lines, ' "rows": [', listed, " ]", "}", ""]))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def test_a_failed_turn_is_taken_back(room, monkeypatch):
     with pytest.raises(SlotError, match="/new begins another"):
         say(room, "x" * 600)
     assert room.current.messages == before
-    monkeypatch.setattr(room.llm.engine.runner, "forward", lambda *_: 1 / 0)
+    monkeypatch.setattr(room.llm.engine.runner, "forward", lambda *_, **__: 1 / 0)
     with pytest.raises(RequestError, match="division by zero"):
         "".join(room.retry())
     monkeypatch.undo()

@@ -155,8 +155,8 @@ def _attend(
         Q=q_len, HQ=num_heads, HK=kv.planes[0].shape[2], D=head_dim, DP=padded, PAGE=kv.page_size,
         SPLIT=config.split, BLOCKS=blocks, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
         WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
-        DTYPE=getattr(tl, str(pieces.dtype).removeprefix("torch.")), SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v,
-        num_warps=config.warps, num_stages=config.stages,
+        DTYPE=getattr(tl, str(pieces.dtype).removeprefix("torch.")), SCALED=pieces.scaled,
+        LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
         maxnreg=config.registers,
     )  # fmt: skip
     merged = out if signs is None else torch.empty_like(out, dtype=torch.float32)

@@ -29,7 +29,10 @@ def prefill_kernel(
     WINDOW: tl.constexpr, SINKS: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr,
     SCALED: tl.constexpr, LOAD_K: tl.constexpr, LOAD_V: tl.constexpr,
 ):  # fmt: skip
-    """q [T, HQ, D] in the storage's basis and the products' type -> out [T, HQ, D] in the same basis. Programs: (blocks of rows, KV heads)."""
+    """q [T, HQ, D] in the storage's basis and the products' type -> out [T, HQ, D] in the same basis.
+
+    Programs: (blocks of rows, KV heads).
+    """
     GROUP: tl.constexpr = HQ // HK
     index = tl.arange(0, NP)
     starts = tl.load(cu_seqlens_q + index, mask=index < num_seqs, other=0)
