@@ -97,9 +97,7 @@ def check_greedy(engine: Engine, oracle: Any, ids: Tensor, count: int = 24) -> N
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize(("kind", "overrides"), VARIANTS, ids=lambda v: v if isinstance(v, str) else "-".join(v))
-def test_every_kind_matches_transformers(
-    kind: str, overrides: dict[str, Any], backend: str, tmp_path: Path
-) -> None:
+def test_every_kind_matches_transformers(kind: str, overrides: dict[str, Any], backend: str, tmp_path: Path) -> None:
     folder, oracle = tiny_models.make(kind, tmp_path, **overrides)
     engine = Engine(folder, max_batch_size=2, max_context=256, page_size=16, max_draft_tokens=3, kernels=backend)
     ids = prompt()
@@ -136,7 +134,14 @@ def test_gguf_matches_its_dequantised_weights(kind: str, stored: str, tmp_path: 
 def test_key_bias_left_out_of_storage_changes_nothing(kind: str, tmp_path: Path) -> None:
     """A format that drops the K bias but loses nothing else gives the plain format's logits."""
     folder, oracle = tiny_models.make(kind, tmp_path, **({"attention_bias": True} if kind != "qwen2" else {}))
-    engine = SlotEngine(folder, max_batch_size=1, max_context=256, page_size=16, kv_cache_dtype="fp32_without_key_bias", kernels="reference")
+    engine = SlotEngine(
+        folder,
+        max_batch_size=1,
+        max_context=256,
+        page_size=16,
+        kv_cache_dtype="fp32_without_key_bias",
+        kernels="reference",
+    )
     ids = prompt(seed=5)
     slot = engine.acquire_slot()
     result = engine.batch_prefill([SlotRequest(slot, ids)])[0]

@@ -70,8 +70,8 @@ class StateCache:
 
     @property
     def nbytes(self) -> int:
-        tensors = [t for layer in self.layers for t in vars(layer).values()]
-        return sum(t.nbytes for t in tensors) + sum(t.nbytes for pair in self._snapshots for t in pair)
+        tensors: list[torch.Tensor] = [t for layer in self.layers for t in vars(layer).values()]
+        return sum(t.nbytes for t in (*tensors, *(t for pair in self._snapshots for t in pair)))
 
     def reset(self, slot: int) -> None:
         """Make the slot a fresh sequence."""

@@ -44,7 +44,9 @@ class PassRunner:
         except Exception as error:
             if len(items) == 1 and not self._has_state:
                 return [PassResult(error=_described(error, items[0]))]
-            return [self._alone(kind, item, history, all_logits) for item, history in zip(items, histories, strict=True)]
+            return [
+                self._alone(kind, item, history, all_logits) for item, history in zip(items, histories, strict=True)
+            ]
 
     def _alone(self, kind: Kind, item: SlotTokens, history: History, all_logits: bool) -> PassResult:
         try:

@@ -48,11 +48,11 @@ def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | N
     return result, replay
 
 
-class _Recording(TorchDispatchMode):
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every torch operation while it is active."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[tuple[Any, tuple[Any, ...]]] = []
         self.made: list[Any] = []
         self.repeatable = True
@@ -72,7 +72,9 @@ class _Recording(TorchDispatchMode):
 
 def _depends_on_values(func: Any, args: Any) -> bool:
     """Whether the result's shape, or what Python code makes of it, depends on values."""
-    if func.overloadpacket is torch.ops.aten.index:  # tagged for its masks; whole numbers give as many rows as there are
+    if (
+        func.overloadpacket is torch.ops.aten.index
+    ):  # tagged for its masks; whole numbers give as many rows as there are
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 

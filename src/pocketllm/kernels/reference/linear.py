@@ -26,7 +26,9 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
         y = _product(x, weight.format.decode(weight.tensors))
     else:
         rows = torch.arange(weight.shape[0], device=x.device)
-        parts = [_product(x, weight.format.decode_rows(weight.tensors, some)) for some in rows.split(DECODE_ROWS)]
+        parts = [
+            _product(x, weight.format.decode_rows(weight.tensors, some)) for some in torch.split(rows, DECODE_ROWS)
+        ]
         y = torch.cat(parts, dim=-1)
     return y if weight.bias is None else y + weight.bias.to(x.dtype)
 
@@ -37,7 +39,7 @@ def _product(x: Tensor, matrix: Tensor) -> Tensor:
         return F.linear(x, matrix)
     # The library's product sums in an order that depends on the number of rows: always give it the same number.
     padded = F.pad(x, (0, 0, 0, -len(x) % BLOCK))
-    return torch.cat([F.linear(block, matrix) for block in padded.split(BLOCK)])[: len(x)]
+    return torch.cat([F.linear(block, matrix) for block in torch.split(padded, BLOCK)])[: len(x)]
 
 
 def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
