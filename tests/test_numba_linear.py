@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pocketllm.kernels.numba.linear import Linear
+from pocketllm.kernels.numba.rowwise import silu_mul
 from pocketllm.kernels.numba.runtime import ThreadPool, kernel, parallel_for
 from pocketllm.kernels.numba.simd import Target, load_f32, store_f32
 from pocketllm.kernels.types import LinearWeight
@@ -108,6 +109,17 @@ def test_packed_weights_decode_to_what_was_stored(name: str, pools: tuple[Thread
         expected = weight.format.decode_rows(weight.tensors, ids).to(torch.bfloat16)
         assert torch.equal(backend.embedding(ids, packed, torch.bfloat16), expected)
     assert packed.nbytes <= weight.nbytes * 1.03  # fp8_block's scales are repeated for each block of 32 rows
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gated_linear_is_linear_then_gate(name: str, pools: tuple[ThreadPool, ThreadPool]) -> None:
+    """To the last bit, for whole blocks of outputs (64, 96) and others (40), with and without bias, any number of rows."""
+    backend = Linear(pools[1], HOST)
+    for inner, bias in ((64, True), (96, False), (40, True)):
+        packed = backend.pack_weight(make_weight(name, 2 * inner, 96, bias=bias))
+        for rows in (1, 2, 3, 8, 21):
+            x = torch.randn(rows, 96)
+            assert torch.equal(backend.gated_linear(x, packed), silu_mul(backend.linear(x, packed)))
 
 
 @pytest.mark.parametrize("target", [HOST, PORTABLE], ids=["host", "portable"])

@@ -92,9 +92,12 @@ def test_experts_are_summed_in_one_order() -> None:
     def linear(x: Tensor, weight: LinearWeight) -> Tensor:
         return (x.unsqueeze(1) * weight.tensors[0]).sum(-1)
 
+    def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+        return reference.silu_mul(linear(x, weight))
+
     x, ids = random(6, 16), torch.tensor([[0, 3], [2, 1], [3, 0], [1, 2], [0, 1], [3, 2]])
     share = random(6, 2).softmax(-1)
-    got = mixture(linear, x, ids, share, *weights)
+    got = mixture(linear, gated_linear, x, ids, share, *weights)
     for i in range(6):
         expert_outputs = [
             linear(reference.silu_mul(linear(x[i : i + 1], weights[0][e])), weights[1][e])[0] for e in ids[i].tolist()
@@ -102,7 +105,9 @@ def test_experts_are_summed_in_one_order() -> None:
         torch.testing.assert_close(
             got[i], (torch.stack(expert_outputs) * share[i].unsqueeze(1)).sum(0), rtol=1e-4, atol=1e-3
         )
-        assert torch.equal(mixture(linear, x[i : i + 1], ids[i : i + 1], share[i : i + 1], *weights)[0], got[i])
+        assert torch.equal(
+            mixture(linear, gated_linear, x[i : i + 1], ids[i : i + 1], share[i : i + 1], *weights)[0], got[i]
+        )
 
 
 def test_the_backend_offers_every_operation() -> None:

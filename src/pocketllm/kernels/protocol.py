@@ -48,6 +48,9 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """x [M, K] -> x W^T + bias, [M, N], in x's dtype; the sum over K is in float32."""
 
+    def gated_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """silu_mul(linear(x, weight)) in one: x [M, K], a weight that stacks gate | up [2I, K] -> [M, I]."""
+
     def embedding(self, token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
         """token_ids [T] int64 -> rows of the table, [T, K] in `dtype` (a torch.dtype)."""
 

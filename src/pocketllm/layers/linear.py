@@ -22,3 +22,9 @@ class Linear:
         """x [M, K] -> [M, N]."""
         outputs = [self._kernels.linear(x, part) for part in self.parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """For a stack gate | up: x [M, K] -> silu(gate) * up, [M, N / 2]."""
+        if len(self.parts) == 1:
+            return self._kernels.gated_linear(x, self.parts[0])
+        return self._kernels.silu_mul(self(x))

@@ -17,10 +17,10 @@ class MLP:
     ) -> None:
         hidden, inner = config.hidden_size, tp.shard(intermediate_size, "intermediate_size")
         bias = config.mlp_bias
-        self._tp, self._kernels = tp, kernels
+        self._tp = tp
         self.gate_up = Linear(kernels, source.linear(["gate_proj", "up_proj"], [inner, inner], hidden, bias=bias))
         self.down = Linear(kernels, source.linear(["down_proj"], [hidden], inner, bias=bias))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, H]."""
-        return self._tp.all_reduce(self.down(self._kernels.silu_mul(self.gate_up(x))))
+        return self._tp.all_reduce(self.down(self.gate_up.gated(x)))

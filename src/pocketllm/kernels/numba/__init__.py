@@ -44,6 +44,10 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return _products().linear(x, weight)
 
 
+def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    return _products().gated_linear(x, weight)
+
+
 def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
     return _products().embedding(token_ids, weight, dtype)
 
@@ -51,7 +55,7 @@ def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
 def moe(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: list[LinearWeight], down: list[LinearWeight]
 ) -> Tensor:
-    return mixture(linear, x, expert_ids, expert_weights, gate_up, down)
+    return mixture(linear, gated_linear, x, expert_ids, expert_weights, gate_up, down)
 
 
 __all__ = [
@@ -66,6 +70,7 @@ __all__ = [
     "gated_delta_decode",
     "gated_delta_prefill",
     "gated_delta_verify",
+    "gated_linear",
     "linear",
     "moe",
     "name",

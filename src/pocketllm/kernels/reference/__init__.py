@@ -12,7 +12,7 @@ from pocketllm.kernels.reference.gated_delta import (
     gated_delta_prefill,
     gated_delta_verify,
 )
-from pocketllm.kernels.reference.linear import embedding, linear, moe, pack_weight
+from pocketllm.kernels.reference.linear import embedding, gated_linear, linear, moe, pack_weight
 from pocketllm.kernels.reference.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
 
 name = "reference"
@@ -43,6 +43,7 @@ __all__ = [
     "gated_delta_decode",
     "gated_delta_prefill",
     "gated_delta_verify",
+    "gated_linear",
     "linear",
     "moe",
     "name",

@@ -33,6 +33,10 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return y if weight.bias is None else y + weight.bias.to(x.dtype)
 
 
+def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    return silu_mul(linear(x, weight))
+
+
 def _product(x: Tensor, matrix: Tensor) -> Tensor:
     matrix = matrix.to(x.dtype)  # no copy if stored in the compute type
     if len(x) > SMALL_BATCH:
@@ -52,6 +56,6 @@ def moe(
     out = torch.zeros_like(x)
     for expert in torch.unique(expert_ids).tolist():
         rows, choice = (expert_ids == expert).nonzero(as_tuple=True)
-        y = linear(silu_mul(linear(x[rows], gate_up[expert])), down[expert])
+        y = linear(gated_linear(x[rows], gate_up[expert]), down[expert])
         out.index_add_(0, rows, y * expert_weights[rows, choice].unsqueeze(1).to(y.dtype))
     return out

@@ -7,7 +7,7 @@ from pocketllm.kernels.reference.gated_delta import (
     gated_delta_prefill,
     gated_delta_verify,
 )
-from pocketllm.kernels.reference.linear import embedding, linear, moe, pack_weight
+from pocketllm.kernels.reference.linear import embedding, gated_linear, linear, moe, pack_weight
 from pocketllm.kernels.reference.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
 from pocketllm.kernels.triton.attention import append, attend, attention_workspace, dequantize, prefill
 
@@ -21,6 +21,7 @@ __all__ = [
     "capture",
     "dequantize",
     "embedding",
+    "gated_linear",
     "gated_delta_commit",
     "gated_delta_decode",
     "gated_delta_prefill",
