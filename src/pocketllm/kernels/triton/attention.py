@@ -54,6 +54,8 @@ def _padded(n: int) -> int:
 
 def _config(kv: LayerKV) -> AttentionConfig:
     token_bytes = sum(p.shape[3] * p.element_size() for p in kv.planes)
+    if _pieces(kv).dtype == torch.float32:  # tiles are as large as those of a format stored so
+        token_bytes = max(token_bytes, 2 * kv.head_dim * 4)
     return attention_config(kv.planes[0].device, kv.head_dim, token_bytes)
 
 
