@@ -130,6 +130,35 @@ def test_a_failed_explicit_call_leaves_the_slot_as_it_was(kind: str, action: Any
     torch.testing.assert_close(after[a], after[twin], atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("action", [raise_on_poison, nan_on_poison])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_caller_s_slot_survives_a_failed_turn(kind: str, action: Any, tmp_path: Path) -> None:
+    running = make(kind, tmp_path, sabotaged(action))
+    slot = running.acquire_slot()
+    first = prompt(20, 1, POISON)
+    running.add_request(first, GREEDY, slot=slot)
+    drain(running)
+    bad = running.add_request([*first, POISON, 3], GREEDY, slot=slot)
+    assert drain(running)[bad][-1].finish_reason == "error"
+    turn = running.add_request(prompt(30, 2, POISON), GREEDY, slot=slot)
+    assert tokens_of(drain(running)[turn]) == alone(kind, tmp_path / "alone", prompt(30, 2, POISON))
+    turn = running.add_request(first, GREEDY, slot=slot)
+    assert tokens_of(drain(running)[turn]) == alone(kind, tmp_path / "alone", first)
+
+
+def test_the_counters_count(tmp_path: Path) -> None:
+    running = make("qwen3", tmp_path, kernels="reference")
+    for i in range(4):
+        running.add_request(prompt(10, i), GREEDY)
+    running.step()
+    stats = running.stats
+    assert (stats.steps, stats.running, stats.waiting, stats.free_slots) == (1, 3, 1, 0)
+    drain(running)
+    stats = running.stats
+    assert (stats.prompt_tokens, stats.output_tokens) == (40, 48)
+    assert (stats.running, stats.waiting, stats.free_slots) == (0, 0, 3)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_aborts_in_every_state(kind: str, tmp_path: Path) -> None:
     running = make(kind, tmp_path, kernels="reference")

@@ -173,6 +173,8 @@ class Engine(SlotEngine):
             if i in bad:
                 error = RequestError(f"the model's logits after token {request.num_tokens - 1} are not finite")
                 outputs.append(self._finish(request, "error", error))
+                if request.bound_slot is not None:  # what the caller's slot holds now would spoil its next turn
+                    self.slots.restart(request.bound_slot)
             else:
                 outputs.append(self._append(request, tokens[i], result.logprobs.get(i)))
         return outputs
