@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -46,7 +47,8 @@ def generate(
         raise RequestError("--logprobs are shown in JSON only: add --json")
     from pocketllm.llm import LLM
 
-    llm = LLM(model, options)
+    slots = min(options.max_batch_size, max(len(texts), 1))  # a slot nobody uses would only cost memory and start-up time
+    llm = LLM(model, dataclasses.replace(options, max_batch_size=slots))
     inputs: list[Any] = list(texts)
     if chat:
         start = [{"role": "system", "content": system}] if system is not None else []
