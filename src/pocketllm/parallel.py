@@ -39,7 +39,3 @@ class TensorParallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of `x` over the ranks, on every rank."""
         return x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' `x` joined along the last dimension, on every rank."""
-        return x
