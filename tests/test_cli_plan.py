@@ -13,7 +13,7 @@ from pocketllm.cache.formats import KV_FORMATS
 from pocketllm.cli.main import app
 from tiny_models import make
 
-PARTS = ("weights", "kv", "state", "tables", "sampler", "logits", "workspace", "runtime")
+PARTS = ("weights", "kv", "state", "tables", "sampler", "logits", "graphs", "workspace", "runtime")
 
 
 def plan(*args):

@@ -191,6 +191,26 @@ def test_a_pass_stays_within_its_planned_workspace(kind: str, tmp_path: Path) ->
     assert planned / 3 < peak <= planned
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_5"])
+def test_recorded_passes_keep_what_was_planned(kind: str, tmp_path: Path) -> None:
+    """Decode and verify batches of every size: the recorded intermediates stay within the plan's bound."""
+    slots = engine(kind, tmp_path, kernels="numba", max_draft_tokens=2)
+    held = [slots.acquire_slot() for _ in range(4)]
+    feed(slots, {slot: prompt(5) for slot in held})
+    for size in range(1, 5):
+        feed(slots, {slot: [1] for slot in held[:size]}, "decode")
+        feed(slots, {slot: [1, 2, 3] for slot in held[:size]}, "verify")
+        slots.commit(held[:size], [1] * size)
+    graphs = [graph for graph in slots.runner._graphs._graphs.values() if graph is not None]
+    assert len(graphs) == 6  # batches of 1, 2 and 4 slots, of 3 too
+    made: dict[int, Tensor] = {}
+    for graph in graphs:
+        made.update(tensors_below(graph.replay.memory))  # type: ignore[attr-defined]
+    known = tensors_below([slots.runner.model, slots.runner.kv, slots.runner.state.layers])
+    kept = sum(t.untyped_storage().nbytes() for address, t in made.items() if address not in known)
+    assert slots.plan.graphs / 4 < kept <= slots.plan.graphs
+
+
 def live_tensors() -> int:
     gc.collect()
     return sum(issubclass(type(item), Tensor) for item in gc.get_objects())

@@ -47,7 +47,9 @@ def generate(
         raise RequestError("--logprobs are shown in JSON only: add --json")
     from pocketllm.llm import LLM
 
-    slots = min(options.max_batch_size, max(len(texts), 1))  # a slot nobody uses would only cost memory and start-up time
+    slots = min(
+        options.max_batch_size, max(len(texts), 1)
+    )  # a slot nobody uses would only cost memory and start-up time
     llm = LLM(model, dataclasses.replace(options, max_batch_size=slots))
     inputs: list[Any] = list(texts)
     if chat:

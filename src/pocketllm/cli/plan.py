@@ -39,7 +39,7 @@ def plan(
 ) -> None:
     """Print the memory plan of a model: without --gpu-memory for this machine's CPU memory. Exit 1 if it does not fit.
 
-    --json keys, bytes of one rank: fits, weights, kv, state, tables, sampler, logits, workspace, runtime, total,
+    --json keys, bytes of one rank: fits, weights, kv, state, tables, sampler, logits, graphs, workspace, runtime, total,
     budget, left; and model, device, slots, max_context, kv_tokens, kv_cache_dtype, kv_layout, tensor_parallel, notes,
     advice (null if it fits), context_table (KV type -> slots -> largest context per slot). With --list: shapes.
     """
@@ -118,13 +118,14 @@ def _hub_config(repo: str) -> Any:
         ) from None
 
 
-_PARTS = ("weights", "kv", "state", "tables", "sampler", "logits", "workspace", "runtime")
+_PARTS = ("weights", "kv", "state", "tables", "sampler", "logits", "graphs", "workspace", "runtime")
 _MEANINGS = {
     "weights": "as they are kept in memory",
     "state": "recurrent state of all slots",
     "tables": "cos and sin of the positions",
     "sampler": "penalties and counts per slot",
     "logits": "of the largest pass",
+    "graphs": "recorded decode passes",
     "workspace": "intermediates of the largest pass",
     "runtime": "the device's libraries (assumed)",
 }

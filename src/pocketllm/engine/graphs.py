@@ -16,6 +16,11 @@ from pocketllm.kernels.protocol import Kernels
 from pocketllm.layers.batch import ForwardBatch, Kind
 
 
+def padded_size(num_slots: int) -> int:
+    """The next power of two."""
+    return 1 << max(num_slots - 1, 0).bit_length()
+
+
 @dataclass(frozen=True)
 class _Graph:
     batch: ForwardBatch  # its tensors are the inputs of every replay
@@ -26,6 +31,10 @@ class DecodeGraphs:
     def __init__(self, forward: Callable[[ForwardBatch], Tensor], kernels: Kernels) -> None:
         self._forward, self._kernels = forward, kernels
         self._graphs: dict[tuple[Kind, int, int], _Graph | None] = {}  # None: this pass can't be captured
+
+    def padded_size(self, num_slots: int) -> int:
+        """Slots a batch is filled up to (with the spare one): a power of two, so that few graphs serve all batches."""
+        return padded_size(num_slots) if self._kernels.captures else num_slots
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """The logits [T, V] of a decode or verify batch. They are overwritten by the next pass of the same shape."""

@@ -15,6 +15,7 @@ import torch
 from pocketllm.cache.formats import KV_FORMATS, KVFormat, kv_format
 from pocketllm.cache.kv import KVCacheShape
 from pocketllm.cache.state import StateShape
+from pocketllm.engine.graphs import padded_size
 from pocketllm.engine.sampler import Sampler
 from pocketllm.errors import MemoryPlanError, OptionError
 from pocketllm.kernels import select_kernels
@@ -45,6 +46,7 @@ class MemoryPlan:
     tables: int  # cos and sin of the rotary embedding
     sampler: int
     logits: int  # [rows, vocabulary] float32 of the largest pass
+    graphs: int  # intermediates of recorded decode passes, kept once each size of batch has been run
     workspace: int  # largest sum of a pass's intermediate tensors; taken and given back during a pass
     runtime: int  # of the device's libraries; not allocated by the engine
     budget: int | None  # bytes the engine may take; None: not limited
@@ -57,7 +59,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.resident + self.logits + self.workspace + self.runtime
+        return self.resident + self.logits + self.graphs + self.workspace + self.runtime
 
     @property
     def left(self) -> int | None:
@@ -147,6 +149,7 @@ class _Planner:
             tables=RotaryEmbedding.planned_nbytes(config.rope, context),
             sampler=sum(s.nbytes for s in Sampler.specs(slots, config.vocab_size)),
             logits=max(rows, 1) * vocab * 4,
+            graphs=self._graphs(slots),
             workspace=self._workspace(tokens, context),
             runtime=self.runtime,
             budget=self.budget,
@@ -172,8 +175,18 @@ class _Planner:
             dtype=self.dtype,
         )
 
-    def _workspace(self, tokens: int, context: int) -> int:
-        """Bound of a pass's live intermediates: the widest block's tensors, and one attention call's own."""
+    def _graphs(self, slots: int) -> int:
+        """Bound of what recorded passes keep: every block's intermediates, for batches of 1, 2, 4 ... slots."""
+        if not self.kernels.captures:
+            return 0
+        rows = 2 * padded_size(slots) - 1
+        if self.options.max_draft_tokens:  # verify passes too
+            rows += rows * (self.options.max_draft_tokens + 1)
+        vocab = self.tp.shard(self.config.vocab_size, "vocab_size")
+        return rows * (self.config.num_layers * self._row_bytes() + 4 * vocab)
+
+    def _row_bytes(self) -> int:
+        """Bound of the intermediates of one token in the widest block."""
         config, size = self.config, self.tp.size
         attention = config.num_heads * config.head_dim * (2 if config.attn_output_gate else 1)
         attention += 2 * config.num_kv_heads * config.head_dim
@@ -184,9 +197,13 @@ class _Planner:
         widths = [3 * attention // size, 3 * inner // size]
         if config.gated_delta is not None:
             widths.append(4 * (config.gated_delta.conv_dim + config.gated_delta.value_dim) // size)
-        rowwise = tokens * (4 * config.hidden_size + max(widths)) * 4
-        heads = self.tp.shard(config.num_heads, "num_attention_heads")
-        return rowwise + self.kernels.attention_workspace(heads, config.head_dim, tokens, context)
+        return (4 * config.hidden_size + max(widths)) * 4
+
+    def _workspace(self, tokens: int, context: int) -> int:
+        """Bound of a pass's live intermediates: the widest block's tensors, and one attention call's own."""
+        rowwise = tokens * self._row_bytes()
+        heads = self.tp.shard(self.config.num_heads, "num_attention_heads")
+        return rowwise + self.kernels.attention_workspace(heads, self.config.head_dim, tokens, context)
 
     def pages_that_fit(self, slots: int, max_pages: int, fmt: KVFormat) -> int:
         """Most pool pages (0 if not even an empty pool fits), each slot using at most max_pages."""

@@ -74,8 +74,12 @@ class ModelRunner:
         prefill: one row for each item with wants_logits, of its last token (all_logits: for every token). decode, verify:
         a row for every token, in order; verify leaves the recurrent state to `commit`.
         """
-        batch = self._batch(kind, items, all_logits)
-        return self._forward(batch) if kind == "prefill" else self._graphs.run(batch)
+        if kind == "prefill":
+            return self._forward(self._batch(kind, items, all_logits))
+        q_len = len(items[0].token_ids)
+        filler = SlotTokens(self.kv.shape.num_slots, 0, [0] * q_len)  # writes to the spare slot
+        padding = [filler] * (self._graphs.padded_size(len(items)) - len(items))
+        return self._graphs.run(self._batch(kind, [*items, *padding], all_logits))[: len(items) * q_len]
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         return self.model(batch, self.kv, self.state)
@@ -86,7 +90,7 @@ class ModelRunner:
         self.forward("prefill", [SlotTokens(spare, 0, [0, 0])])
         self.forward("decode", [SlotTokens(spare, 2, [0])])
         if self.state.shape.journal_len:
-            self.forward("verify", [SlotTokens(spare, 3, [0, 0])])
+            self.forward("verify", [SlotTokens(spare, 3, [0] * self.state.shape.journal_len)])
             self.commit([spare], [1])
 
     def commit(self, slots: Sequence[int], num_tokens: Sequence[int]) -> None:

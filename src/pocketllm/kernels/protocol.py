@@ -23,6 +23,7 @@ from pocketllm.kernels.types import (
 
 class Kernels(Protocol):
     name: str
+    captures: bool  # whether `capture` can give a replay: batches are then padded, and passes keep their intermediates
 
     def set_num_threads(self, num_threads: int) -> None:
         """CPU threads of this backend when called from this Python thread."""

@@ -23,6 +23,7 @@ from pocketllm.kernels.numba.threads import set_num_threads as set_pool_threads
 from pocketllm.kernels.types import LinearWeight
 
 name = "numba"
+captures = True
 _TARGET = Target.host()
 
 
@@ -64,6 +65,7 @@ __all__ = [
     "attend",
     "attention_workspace",
     "capture",
+    "captures",
     "dequantize",
     "embedding",
     "gated_delta_commit",

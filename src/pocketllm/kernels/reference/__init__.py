@@ -16,6 +16,7 @@ from pocketllm.kernels.reference.linear import embedding, gated_linear, linear, 
 from pocketllm.kernels.reference.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
 
 name = "reference"
+captures = False
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -37,6 +38,7 @@ __all__ = [
     "attend",
     "attention_workspace",
     "capture",
+    "captures",
     "dequantize",
     "embedding",
     "gated_delta_commit",

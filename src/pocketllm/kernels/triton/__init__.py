@@ -12,6 +12,7 @@ from pocketllm.kernels.reference.rowwise import add_rms_norm, norm_rope, rms_nor
 from pocketllm.kernels.triton.attention import append, attend, attention_workspace, dequantize, prefill
 
 name = "triton"
+captures = False
 
 __all__ = [
     "add_rms_norm",
@@ -19,6 +20,7 @@ __all__ = [
     "attend",
     "attention_workspace",
     "capture",
+    "captures",
     "dequantize",
     "embedding",
     "gated_delta_commit",
