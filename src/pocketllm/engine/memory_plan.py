@@ -179,9 +179,10 @@ class _Planner:
         """Bound of what recorded passes keep: every block's intermediates, for batches of 1, 2, 4 ... slots."""
         if not self.kernels.captures:
             return 0
-        rows = 2 * padded_size(slots) - 1
+        sizes = [1 << i for i in range(padded_size(slots).bit_length())]
         if self.options.max_draft_tokens:  # verify passes too
-            rows += rows * (self.options.max_draft_tokens + 1)
+            sizes += [size * (self.options.max_draft_tokens + 1) for size in sizes]
+        rows = sum(-(-size // 8) * 8 for size in sizes)  # a product's input is prepared in tiles of 8 rows
         vocab = self.tp.shard(self.config.vocab_size, "vocab_size")
         return rows * (self.config.num_layers * self._row_bytes() + 4 * vocab)
 
