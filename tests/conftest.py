@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before anything imports triton, whose functions choose once
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from pocketllm.cache.formats import KV_FORMATS
 from toy_formats import Fp32WithoutKeyBias, Int16Fixed
 
