@@ -117,7 +117,10 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+
+    def numbers(text: str) -> list[int]:
+        return [int(x) for x in text.split(",")]
+
     parser.add_argument("--geometry", default="14/2/64,24/4/256")
     parser.add_argument("--formats", type=lambda text: text.split(","), default=[n for n in KV_FORMATS if n != "fp32"])
     parser.add_argument("--contexts", type=numbers, default=[1, 512, 2048, 8192, 32768])
