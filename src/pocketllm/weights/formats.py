@@ -335,6 +335,8 @@ def _stack(run: Sequence[LinearWeight]) -> LinearWeight:
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
+    if parts[0].is_meta:  # of a plan; joining meta tensors makes torch import its compiler, which takes a second
+        return parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     if parts[0].dtype == torch.float8_e4m3fn:
         return torch.cat([_bytes(p) for p in parts]).view(torch.float8_e4m3fn)
     return torch.cat(list(parts))

@@ -25,6 +25,7 @@ from pocketllm.errors import ModelError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,21 @@ class GgufFile:
         return value
 
     def _string(self) -> str:
-        length = self._scalar("Q")
-        raw = self._map[self._at : self._at + length]
-        if len(raw) != length:
-            raise ValueError(f"a string of {length} bytes runs past the end")
-        self._at += length
-        return raw.decode("utf-8")
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        """A vocabulary has some hundred thousand of them: one loop without calls, a good part of a start's time."""
+        data, at, read_length = self._map, self._at, _LENGTH.unpack_from
+        strings = []
+        for _ in range(count):
+            (length,) = read_length(data, at)
+            raw = data[at + 8 : at + 8 + length]
+            if len(raw) != length:
+                raise ValueError(f"a string of {length} bytes runs past the end")
+            strings.append(raw.decode("utf-8"))
+            at += 8 + length
+        self._at = at
+        return strings
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -130,7 +140,9 @@ class GgufFile:
         if kind != _ARRAY:
             return self._scalar(_SCALARS[kind])
         item, count = self._scalar("I"), self._scalar("Q")
-        if item in (_STRING, _ARRAY):
+        if item == _STRING:
+            return self._strings(count)
+        if item == _ARRAY:
             return [self._value(item) for _ in range(count)]
         layout = struct.Struct(f"<{count}{_SCALARS[item]}") if count <= len(self._map) else None
         if layout is None:

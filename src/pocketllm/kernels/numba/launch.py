@@ -51,6 +51,11 @@ def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | N
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every torch operation while it is active."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper that keeps torch's compiler away from the method below: it imports it, which takes over a second."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[tuple[Any, tuple[Any, ...]]] = []
