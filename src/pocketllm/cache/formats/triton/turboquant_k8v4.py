@@ -2,8 +2,7 @@
 """Triton pieces of TurboQuant K8V4.
 
 A level is read as x (x^2 + 1 / CUBIC) with x = q - 7.5, which is the format's x + CUBIC x^3 over CUBIC: one operation less
-for every value, and CUBIC goes into the row's scale. In fp16 1 / 0.0055 is 181.875; the levels move by less than 1e-4 of
-themselves.
+for every value, and CUBIC goes into the row's scale. 1 / CUBIC is an fp16 number.
 """
 
 from __future__ import annotations
@@ -14,12 +13,14 @@ import triton.language as tl
 
 from pocketllm.cache.formats.rotation import signs
 from pocketllm.cache.formats.triton.int8_per_token_head import load_k, store_int8
+from pocketllm.cache.formats.turboquant_k8v4 import CUBIC, LARGEST, LEVELS_RMS
 from pocketllm.kernels.triton.numerics import INTERPRETED
 from pocketllm.kernels.triton.pieces import TritonPieces
 
-_CUBIC = tl.constexpr(0.0055)
-_INVERSE = tl.constexpr(181.875)
-_LEVELS_RMS = tl.constexpr(3.7)
+_CUBIC = tl.constexpr(CUBIC)
+_INVERSE = tl.constexpr(1 / CUBIC)
+_LEVELS_RMS = tl.constexpr(LEVELS_RMS)
+_OUTERMOST = tl.constexpr(LARGEST / (7.5 + CUBIC * 7.5**3))
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 # Four bytes to four levels of low nibbles ($0, $1) and four of high ones ($2, $3). A nibble stands in bits 4-7 of a
@@ -31,7 +32,7 @@ and.b32 lo, lo, 0xf0f0f0f0;
 and.b32 hi, $4, 0xf0f0f0f0;
 mov.b32 sixteenth, 0x2c002c00;
 mov.b32 shift, 0xd478d478;
-mov.b32 inverse, 0x59af59af;
+mov.b32 inverse, 0x582b582b;
 prmt.b32 x, lo, 0x64646464, 0x4140;
 fma.rn.f16x2 x, x, sixteenth, shift;
 fma.rn.f16x2 t, x, x, inverse;
@@ -80,15 +81,27 @@ def _nearest(y):
 
 
 @triton.jit
+def _fit(x, scale, mask):
+    """Of the codes nearest for `scale`: their best scale, and the part of |x|^2 it explains."""
+    c = _nearest(x / scale) - 7.5
+    level = tl.where(mask, c + _CUBIC * c * c * c, 0.0)
+    product, square = tl.sum(x * level, axis=0), tl.sum(level * level, axis=0)
+    return tl.maximum(product / square, 1e-12), product * product / square
+
+
+@triton.jit
 def _store_v4(plane, scales, row, x, D: tl.constexpr, DP: tl.constexpr):
-    """The search of `turboquant_k8v4.encode_v4`: nearest codes for a scale, then the best scale for the codes, twice."""
+    """The search of `turboquant_k8v4.encode_v4`: two starts, the better one's codes, their unbiased scale."""
     d = tl.arange(0, DP)
-    scale = tl.maximum(tl.sqrt(tl.sum(x * x, axis=0) / D), 1e-12) / _LEVELS_RMS
-    for _ in tl.static_range(2):
-        c = _nearest(x / scale) - 7.5
-        level = tl.where(d < D, c + _CUBIC * c * c * c, 0.0)
-        scale = tl.maximum(tl.sum(x * level, axis=0) / tl.sum(level * level, axis=0), 1e-12)
-    code = _nearest(x / scale).to(tl.uint8)
+    size = tl.maximum(tl.sqrt(tl.sum(x * x, axis=0) / D), 1e-12) / _LEVELS_RMS
+    scale, explained = _fit(x, size, d < D)
+    other, other_explained = _fit(x, tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) * _OUTERMOST, d < D)
+    scale = tl.where(other_explained > explained, other, scale)
+    nearest = _nearest(x / scale)
+    c = nearest - 7.5
+    product = tl.sum(tl.where(d < D, x * (c + _CUBIC * c * c * c), 0.0), axis=0)
+    scale = tl.maximum(tl.sum(x * x, axis=0) / tl.maximum(product, 1e-12), 1e-12)
+    code = nearest.to(tl.uint8)
     if D == DP:
         low, high = tl.split(tl.trans(tl.reshape(code, [2, D // 2])))
         tl.store(plane + row * (D // 2) + tl.arange(0, D // 2), low | (high << 4))
