@@ -1,18 +1,19 @@
-"""The GPU backend in Triton: attention over slots; the other operations are still those of the reference."""
+"""The GPU backend in Triton."""
 
-from pocketllm.kernels.reference import capture, set_num_threads, warm_up
-from pocketllm.kernels.reference.gated_delta import (
+from pocketllm.kernels.reference import set_num_threads
+from pocketllm.kernels.triton.attention import append, attend, attention_workspace, dequantize, prefill
+from pocketllm.kernels.triton.capture import capture, captures, warm_up
+from pocketllm.kernels.triton.gated_delta import (
     gated_delta_commit,
     gated_delta_decode,
     gated_delta_prefill,
     gated_delta_verify,
 )
-from pocketllm.kernels.reference.linear import embedding, gated_linear, linear, moe, pack_weight
-from pocketllm.kernels.reference.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
-from pocketllm.kernels.triton.attention import append, attend, attention_workspace, dequantize, prefill
+from pocketllm.kernels.triton.linear import embedding, gated_linear, linear, pack_weight
+from pocketllm.kernels.triton.moe import moe
+from pocketllm.kernels.triton.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
 
 name = "triton"
-captures = False
 
 __all__ = [
     "add_rms_norm",

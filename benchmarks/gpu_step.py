@@ -1,0 +1,400 @@
+"""Whole steps on one GPU: kernels against the reference, then the 27B hybrid with dummy FP8 weights.
+
+    python benchmarks/gpu_step.py [--model NAME] [--kv-cache-dtype auto,...] [--out FILE] [--seconds N] [--parts a,b,...]
+
+Parts, in this order: `small` (logits of a small hybrid, kernels against the reference), `build` (start, memory against the
+plan), `same` (graph = eager, a slot alone = in a batch, bit for bit), `decode` (steps at several slots and contexts, whose
+caches are filled with random values), `profile` (a step by kernel family), `prefill`, `kv` (other KV types), `dense` (as
+`small`). What a part finds is printed as it comes, and the file is written anew after each; a part that fails does not end
+the run, and none begins after --seconds.
+
+Rows have the keys of `pocketllm bench --json`, and device_ms: a step's time without the host's part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import signal
+import statistics
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from pocketllm.cli.bench_run import (
+    bytes_per_step,
+    context_needed,
+    fill_randomly,
+    random_tokens,
+    read_bandwidth,
+    timed_decode,
+    timed_prefill,
+)  # fmt: skip
+from pocketllm.engine.engine import Engine
+from pocketllm.engine.inputs import SlotTokens, pack
+from pocketllm.engine.slot_engine import SlotEngine, SlotRequest
+from pocketllm.errors import SlotError
+from pocketllm.options import EngineOptions, SamplingParams
+
+DEVICE = torch.device("cuda", 0)
+STEPS, SLOTS, SHORT, LONG, CHUNK = 24, 32, 1024, 32768, 8192
+CASES = ((1, SHORT), (8, SHORT), (32, SHORT), (1, LONG), (8, LONG))
+HYBRID, DENSE = "qwen3.5-0.8b", "smollm2-135m"
+FAMILIES = {
+    "attention": ("split_kernel", "merge_kernel", "prefill_kernel", "append", "rotate", "norm_rope", "sigmoid_mul"),
+    "gated delta": ("conv_step", "delta_step", "conv_kernel", "chunk_kernel", "scan_kernel", "gated_norm"),
+    "norm": ("rms_norm",),
+    "linear": ("product", "linear", "gemm", "matmul", "nvjet", "cutlass", "quantize", "splitK", "silu_mul"),
+}
+
+
+class Report:
+    """Facts and rows, printed as they come and kept in a file."""
+
+    def __init__(self, path: Path | None, seconds: float) -> None:
+        self._path, self._end, self._start = path, time.monotonic() + seconds, time.monotonic()
+        self.facts: dict[str, Any] = {"benchmark": "gpu_step", "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        self.rows: list[dict[str, Any]] = []
+
+    def fact(self, name: str, value: Any) -> None:
+        self.facts[name] = value
+        print(f"[{time.monotonic() - self._start:6.1f} s] {name}: {json.dumps(value)}", flush=True)
+        self._write()
+
+    def row(self, **values: Any) -> None:
+        self.rows.append(values)
+        print(f"[{time.monotonic() - self._start:6.1f} s] {json.dumps(values)}", flush=True)
+        self._write()
+
+    def part(self, name: str, seconds: float, run: Callable[[], None]) -> None:
+        """`run()`, given up after so many seconds (at the next Python instruction)."""
+        left = self._end - time.monotonic()
+        if left < 5:
+            self.fact(f"{name} left out", f"{left:.0f} s left")
+            return
+        began = time.monotonic()
+        try:
+            with _alarm(min(seconds, left)):
+                run()
+        except Exception as error:
+            traceback.print_exc()
+            self.fact(f"{name} failed", f"{type(error).__name__}: {error}"[:500])
+        self.fact(f"{name} seconds", round(time.monotonic() - began, 1))
+
+    def _write(self) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lines = ",\n".join(f"  {json.dumps(row)}" for row in self.rows)
+            head = json.dumps(self.facts, indent=1)[:-2]
+            self._path.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise TimeoutError(f"more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# -- small models ------------------------------------------------------------------------------------------------------
+
+
+def logits_of(engine: SlotEngine, prompts: list[list[int]], steps: int, choices: list[list[int]]) -> list[torch.Tensor]:
+    """Logits [n, V] after the prompts and after each step, in which slot i is given choices[i] (filled if empty)."""
+    held = [engine.acquire_slot() for _ in prompts]
+    results = engine.batch_prefill([SlotRequest(s, p) for s, p in zip(held, prompts, strict=True)])
+    found = []
+    for step in range(steps + 1):
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        logits = torch.stack([r.logits for r in results if r.logits is not None])
+        found.append(logits)
+        if len(choices) == step:
+            choices.append(logits.argmax(-1).tolist())
+        if step < steps:
+            results = engine.batch_decode([SlotRequest(s, [t]) for s, t in zip(held, choices[step], strict=True)])
+    for slot in held:
+        engine.release_slot(slot)
+    return found
+
+
+def small_model(report: Report, name: str) -> None:
+    """Greedy tokens of the reference in float32 are given to all; what the others' logits differ by."""
+    choices: list[list[int]] = []
+    wanted: list[torch.Tensor] = []
+    for kernels, dtype in (
+        ("reference", "float32"),
+        ("triton", "float32"),
+        ("reference", "bfloat16"),
+        ("triton", "bfloat16"),
+    ):
+        options = EngineOptions(
+            max_batch_size=3, max_context=512, load_format="dummy", device="cuda", kernels=kernels, dtype=dtype
+        )
+        engine = SlotEngine(name, options)
+        prompts = [random_tokens(engine, length, length) for length in (130, 7, 64)]
+        found = logits_of(engine, prompts, 8, choices)
+        wanted = wanted or found
+        error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
+        same = [(a.argmax(-1) == b.argmax(-1)).float().mean().item() for a, b in zip(found, wanted, strict=True)]
+        report.fact(f"{name} {kernels} {dtype}", {"logits off by": error, "same tokens": statistics.mean(same)})
+        del engine
+        free_memory()
+
+
+# -- the large model ---------------------------------------------------------------------------------------------------
+
+
+def build(report: Report, model: str, kv: str, slots: int, context: int, tokens: int) -> Engine:
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.mem_get_info()[0], time.monotonic()
+    options = EngineOptions(
+        max_batch_size=slots,
+        max_context=context,
+        kv_tokens=tokens,
+        kv_cache_dtype=kv,
+        load_format="dummy",
+        device="cuda",
+        kernels="triton",
+        prefill_chunk=CHUNK,
+    )
+    engine = Engine(model, options)
+    torch.cuda.synchronize()
+    report.fact(
+        f"built, kv {engine.plan.kv.kv_format.name}",
+        {"seconds": round(time.monotonic() - start, 1), **memory(engine, before)},
+    )
+    return engine
+
+
+def memory(engine: Engine, before: int) -> dict[str, float]:
+    """GiB: planned, allocated now, the most allocated, the most reserved, and what the device has less than before."""
+    numbers = {
+        "planned": engine.plan.total,
+        "planned without runtime": engine.plan.total - engine.plan.runtime,
+        "allocated": torch.cuda.memory_allocated(),
+        "most allocated": torch.cuda.max_memory_allocated(),
+        "most reserved": torch.cuda.max_memory_reserved(),
+        "taken from the device": before - torch.cuda.mem_get_info()[0],
+    }
+    return {name: round(value / 2**30, 3) for name, value in numbers.items()}
+
+
+def free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def tidy(engine: Engine) -> None:
+    """An idle engine with all its slots free, whatever a part that failed has left."""
+    for request_id in list(engine._requests):
+        engine.end_request(request_id)
+    for slot in range(engine.plan.kv.num_slots):
+        with suppress(SlotError):  # it is free
+            engine.release_slot(slot)
+
+
+@contextmanager
+def filled(engine: Engine, slots: int, context: int, seed: int = 0) -> Iterator[list[SlotTokens]]:
+    """Slots that hold `context` random tokens, as the items of a decode pass that may be run many times."""
+    tidy(engine)
+    held = [engine.acquire_slot(context + 1) for _ in range(slots)]
+    try:
+        torch.manual_seed(seed)
+        fill_randomly(engine, {slot: random_tokens(engine, context, slot) for slot in held})
+        for slot in held:
+            engine.slots.prepare_write(slot, 1)
+        engine.runner.apply(*engine.slots.take_changes())
+        yield [SlotTokens(slot, context, [slot + 5]) for slot in held]
+    finally:
+        for slot in held:
+            engine.release_slot(slot)
+
+
+def same_bits(report: Report, engine: Engine) -> None:
+    def run(slots: int, part: slice, eager: bool) -> torch.Tensor:
+        with filled(engine, slots, SHORT) as items, torch.inference_mode():
+            items = items[part]
+            if not eager:
+                return engine.runner.forward("decode", items).clone()
+            layout, block = pack("decode", items, all_logits=True, pinned=False)
+            return engine.runner._forward(layout.batch(block.to(engine.device))).clone()
+
+    batch = run(8, slice(0, 8), eager=False)
+    report.fact("logits finite", bool(batch.isfinite().all()))
+    report.fact("graph = eager", torch.equal(batch, run(8, slice(0, 8), eager=True)))
+    report.fact("slot 3 alone = in 8", torch.equal(batch[3:4], run(8, slice(3, 4), eager=False)))
+    report.fact("slots 2-4 = in 8", torch.equal(batch[2:5], run(8, slice(2, 5), eager=False)))
+
+
+def device_seconds(engine: Engine, items: list[SlotTokens], steps: int) -> float:
+    """Of a decode pass whose inputs are sent and whose result is left on the device."""
+    for _ in range(3):
+        engine.runner.forward("decode", items)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(steps):
+        engine.runner.forward("decode", items)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3 / steps
+
+
+def decode_row(report: Report, engine: Engine, slots: int, context: int, bandwidth: float) -> None:
+    with filled(engine, slots, context) as items:
+        device = device_seconds(engine, items, STEPS)
+    decode = timed_decode(engine, [random_tokens(engine, context + 1, s) for s in range(slots)], STEPS, "random")
+    seconds, nbytes = statistics.median(decode.step_seconds), bytes_per_step(engine, decode.context, slots)
+    report.row(
+        slots=slots,
+        context=context,
+        kv=engine.plan.kv.kv_format.name,
+        filled="random",
+        step_ms=round(seconds * 1e3, 3),
+        device_ms=round(device * 1e3, 3),
+        tok_s=round(slots / seconds, 1),
+        bytes_per_step=nbytes,
+        share_of_bandwidth=round(nbytes / seconds / bandwidth, 3),
+    )
+
+
+def by_family(report: Report, name: str, run: Callable[[], Any], times: int) -> None:
+    """Microseconds of one run by kernel family, and the kernels that take most."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+    families: dict[str, float] = defaultdict(float)
+    kernels: dict[str, tuple[float, int]] = {}
+    for event in recorded.key_averages():
+        if event.device_type is not DeviceType.CUDA:
+            continue
+        total = float(event.device_time_total)
+        family = next((f for f, words in FAMILIES.items() if any(w in event.key for w in words)), "other")
+        families[family] += total / times
+        kernels[event.key[:60]] = (round(total / times, 1), event.count // times)
+    report.fact(f"{name}, us by family", {f: round(us, 1) for f, us in families.items()})
+    report.fact(f"{name}, us and launches", dict(sorted(kernels.items(), key=lambda item: -item[1][0])[:16]))
+
+
+def floors(engine: Engine, slots: int, context: int, bandwidth: float) -> dict[str, float]:
+    """Microseconds that moving its bytes takes at least: all of a step's, K and V, recurrent state (read and written)."""
+    plan = engine.plan
+    states = sum(spec.nbytes for spec in plan.state.layer_specs()[:2]) * plan.state.num_layers / (plan.kv.num_slots + 1)
+    parts = {
+        "all": bytes_per_step(engine, context, slots),
+        "kv": slots * context * plan.kv.page_nbytes / plan.kv.page_size,
+        "state": 2 * slots * states,
+    }
+    return {name: round(nbytes / bandwidth * 1e6, 1) for name, nbytes in parts.items()}
+
+
+def profiles(report: Report, engine: Engine, bandwidth: float) -> None:
+    for slots, context in ((1, SHORT), (8, SHORT), (8, LONG)):
+        report.fact(f"step {slots} x {context}, floor in us", floors(engine, slots, context, bandwidth))
+        with filled(engine, slots, context) as items:
+            by_family(report, f"step {slots} x {context}", lambda: engine.runner.forward("decode", items), 3)
+
+
+def prefills(report: Report, engine: Engine, before: int) -> None:
+    tidy(engine)
+    timed_prefill(engine, random_tokens(engine, 2 * CHUNK, 1))
+    for length in (CHUNK, LONG):
+        seconds = min(timed_prefill(engine, random_tokens(engine, length, seed)) for seed in (2, 3))
+        report.fact(f"prefill {length}", {"tok_s": round(length / seconds), "seconds": round(seconds, 3)})
+    for seed in range(16):
+        engine.add_request(random_tokens(engine, SHORT, seed), SamplingParams(max_tokens=1))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    while engine.has_work:
+        for output in engine.step():
+            if output.error is not None:
+                raise output.error
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    report.fact(f"prefill 16 x {SHORT}", {"tok_s": round(16 * SHORT / seconds), "seconds": round(seconds, 3)})
+    slot = engine.acquire_slot(CHUNK)
+    item = SlotTokens(slot, engine.slots.prepare_write(slot, CHUNK), random_tokens(engine, CHUNK, 4))
+    engine.runner.apply(*engine.slots.take_changes())
+    by_family(report, f"prefill {CHUNK}", lambda: engine.runner.forward("prefill", [item]), 1)
+    engine.release_slot(slot)
+    report.fact("memory after all", memory(engine, before))
+
+
+def large_model(report: Report, model: str, formats: list[str], parts: set[str]) -> None:
+    bandwidth = read_bandwidth(DEVICE, 1)
+    report.fact("bandwidth", round(bandwidth))
+    context = context_needed(LONG, STEPS)
+    tokens = max(8 * (context + 256), 32 * 2048)
+    engines: list[Engine] = []
+    before = torch.cuda.mem_get_info()[0]
+    report.part("build", 90, lambda: engines.append(build(report, model, formats[0], SLOTS, context, tokens)))
+    if engines:
+        engine = engines.pop()
+        if "same" in parts:
+            report.part("same", 20, lambda: same_bits(report, engine))
+        if "decode" in parts:
+            for slots, length in CASES:
+                case = lambda: decode_row(report, engine, slots, length, bandwidth)  # noqa: B023, E731
+                report.part(f"decode {slots} x {length}", 20, case)
+        if "profile" in parts:
+            report.part("profile", 20, lambda: profiles(report, engine, bandwidth))
+        if "prefill" in parts:
+            report.part("prefill", 40, lambda: prefills(report, engine, before))
+        del engine
+    for kv in formats[1:] if "kv" in parts else ():
+        free_memory()
+        report.part(f"kv {kv}", 40, lambda: other_kv(report, model, kv, context, bandwidth))  # noqa: B023
+
+
+def other_kv(report: Report, model: str, kv: str, context: int, bandwidth: float) -> None:
+    engine = build(report, model, kv, 8, context, 8 * (context + 256))
+    decode_row(report, engine, 8, LONG, bandwidth)
+    decode_row(report, engine, 1, LONG, bandwidth)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3.8-27b-fp8")
+    parser.add_argument("--kv-cache-dtype", default="fp16,int8_per_token_head,turboquant_k8v4")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--parts", default="small,build,same,decode,profile,prefill,kv,dense")
+    args = parser.parse_args()
+    report, parts = Report(args.out, args.seconds), set(args.parts.split(","))
+    report.fact("model", args.model)
+    report.fact("kernels", "triton")
+    report.fact("device", torch.cuda.get_device_name(DEVICE))
+    report.fact("steps", STEPS)
+    if "small" in parts:
+        report.part("small", 50, lambda: small_model(report, HYBRID))
+    if parts - {"small", "dense"}:
+        large_model(report, args.model, args.kv_cache_dtype.split(","), parts)
+    if "dense" in parts:
+        report.part("dense", 30, lambda: small_model(report, DENSE))
+    print(json.dumps({**report.facts, "rows": report.rows}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""`linear`, `gated_linear`, `embedding`, `pack_weight` of the GPU backend.
+
+rows        product
+1 to 64     `product_kernel`: weights decoded in registers, a row's sum independent of the others
+more        16-bit weights in x's type: the library's. FP8 blocks, where the device multiplies FP8: `linear_fp8`.
+            Everything else: `product_kernel` with tiles of many rows, weights decoded in registers
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+import triton.language as tl
+from torch import Tensor
+
+from pocketllm.kernels.triton.linear_fp8 import fits_fp8, fp8_product
+from pocketllm.kernels.triton.linear_kernels import embedding_kernel, merge_kernel, product_kernel
+from pocketllm.kernels.triton.linear_pieces import pieces_of, planes_of
+from pocketllm.kernels.triton.linear_tuning import LinearTable, ProductConfig, TileConfig, linear_table, product_config
+from pocketllm.kernels.triton.tuning import multiprocessors
+from pocketllm.kernels.types import LinearWeight
+
+SMALL_BATCH = 64  # rows up to which a row's result does not depend on the number of rows
+BLOCK_ROWS = 8  # rows of one product of tensor cores there
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def pack_weight(weight: LinearWeight) -> LinearWeight:
+    """The weight itself, its tensors contiguous: tiles of the stored layouts are whole lines of 128 bytes already.
+
+    ValueError for a format without a kernel.
+    """
+    pieces_of(weight)
+    if all(t.is_contiguous() for t in weight.tensors):
+        return weight
+    return replace(weight, tensors=tuple(t.contiguous() for t in weight.tensors))
+
+
+def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    x = _checked(x, weight)
+    return _few_rows(x, weight, gated=False) if len(x) <= SMALL_BATCH else _many_rows(x, weight)
+
+
+def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    x = _checked(x, weight)
+    if len(x) <= SMALL_BATCH:
+        return _few_rows(x, weight, gated=True)
+    out = torch.empty(len(x), weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    return merge(_many_rows(x, weight)[None], None, out, gated=True, early=linear_table(x.device).early)
+
+
+def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
+    pieces, k = pieces_of(weight), weight.shape[1]
+    block_k = pieces.block_k or 256
+    out = torch.empty(len(token_ids), k, dtype=cast(torch.dtype, dtype), device=token_ids.device)
+    if len(token_ids):
+        embedding_kernel[(len(token_ids), -(-k // block_k))](
+            token_ids, planes_of(weight), out, k,
+            BLOCK_K=block_k, PARTS=pieces.parts, LOAD=pieces.load, SCALE=pieces.scale, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def _checked(x: Tensor, weight: LinearWeight) -> Tensor:
+    if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x has shape {tuple(x.shape)}: the weight needs [M, {weight.shape[1]}]")
+    return x.contiguous()
+
+
+def _few_rows(x: Tensor, weight: LinearWeight, gated: bool) -> Tensor:
+    table, (n, k) = linear_table(x.device), weight.shape
+    halves = 2 if gated else 1
+    config = product_config(table, multiprocessors(x.device), weight.format.name, n, k, halves)
+    return few_rows_with(config, table, x, weight, gated)
+
+
+def few_rows_with(config: ProductConfig, table: LinearTable, x: Tensor, weight: LinearWeight, gated: bool) -> Tensor:
+    """A product of up to 64 rows (in float32 of any number) with given sizes, as the tuner calls it."""
+    n, num_rows, bits = weight.shape[0], len(x), pieces_of(weight).bits
+    out = torch.empty(num_rows, n // 2 if gated else n, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    blocks = 1 << (-(-min(num_rows, SMALL_BATCH) // BLOCK_ROWS) - 1).bit_length()
+    fused = gated and config.splits == 1
+    config = config.for_rows(blocks, 2 if fused else 1, bits, x.element_size())
+    if config.splits == 1:
+        _launch(x, weight, weight.bias, out, config, BLOCK_ROWS, blocks, gated, table.early)
+        return out
+    part = torch.empty(config.splits, num_rows, n, dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, part, config, BLOCK_ROWS, blocks, False, table.early)
+    return merge(part, weight.bias, out, gated, table.early)
+
+
+def merge(part: Tensor, bias: Tensor | None, out: Tensor, gated: bool, early: int) -> Tensor:
+    """part [splits, M, N], any float type -> out [M, N]: their sum in order plus bias; [M, N / 2] if gated."""
+    splits, num_rows, n = part.shape
+    block, warps = (256, 2) if num_rows <= SMALL_BATCH else (1024, 4)
+    merge_kernel[(-(-out.shape[1] // block), num_rows)](
+        part, bias, out, num_rows, n, SPLITS=splits, GATED=gated, BLOCK=block, EARLY=early, num_warps=warps,
+        launch_pdl=early > 0,
+    )  # fmt: skip
+    return out
+
+
+def _many_rows(x: Tensor, weight: LinearWeight) -> Tensor:
+    name, table = weight.format.name, linear_table(x.device)
+    if weight.tensors[0].dtype == x.dtype:
+        return F.linear(x, weight.tensors[0], None if weight.bias is None else weight.bias.to(x.dtype))
+    if name == "fp8_block" and fits_fp8(x, weight):
+        return fp8_product(x, weight)
+    if x.dtype == torch.float32:  # no tensor cores for it: the kernel of few rows, as often as need be
+        return _few_rows(x, weight, gated=False)
+    return many_rows_with(table.tiles[name], table, x, weight)
+
+
+def many_rows_with(config: TileConfig, table: LinearTable, x: Tensor, weight: LinearWeight) -> Tensor:
+    """A product of many rows with given sizes, weights decoded in registers."""
+    out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
+    sizes = ProductConfig(config.block_n, config.block_k, config.warps, config.stages)
+    _launch(x, weight, weight.bias, out, sizes, config.rows, 1, False, table.early)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    config: ProductConfig,
+    rows: int,
+    blocks: int,
+    gated: bool,
+    early: int,
+) -> None:
+    pieces, (n, k) = pieces_of(weight), weight.shape
+    columns = -(-n // (2 if gated else 1) // config.block_n)
+    product_kernel[(-(-len(x) // (rows * blocks)), columns, config.splits)](
+        x, planes_of(weight), bias, out, len(x), n, k,
+        PARTIAL=config.splits > 1, GATED=gated, ROWS=rows, BLOCKS=blocks, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        EVEN_K=k % config.block_k == 0, PARTS=pieces.parts, DTYPE=TYPES[x.dtype], LOAD=pieces.load,
+        SCALE=pieces.scale, EARLY=early, num_warps=config.warps, num_stages=config.stages, launch_pdl=early > 0,
+    )  # fmt: skip
