@@ -7,6 +7,7 @@ tokens come back on the caller's event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pocketllm.engine.constraint import TokenConstraint
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.request import FinishReason, RequestOutput
 from pocketllm.errors import PocketLLMError
@@ -27,9 +29,16 @@ class _Listener:
     loop: asyncio.AbstractEventLoop
     outputs: asyncio.Queue[RequestOutput | Exception]
 
-    def send(self, item: RequestOutput | Exception) -> None:
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+
+def _send(loop: asyncio.AbstractEventLoop, news: Sequence[tuple[_Listener, RequestOutput | Exception]]) -> None:
+    """Wakes the loop once, however much there is to tell: at many streams the wake-ups would cost more than the news."""
+
+    def deliver() -> None:
+        for listener, item in news:
+            listener.outputs.put_nowait(item)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        loop.call_soon_threadsafe(deliver)
 
 
 class AsyncEngine:
@@ -51,6 +60,8 @@ class AsyncEngine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():  # the caller was cancelled before its turn
+                return
             try:
                 future.set_result(function(self._engine))
             except BaseException as error:
@@ -67,16 +78,20 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        slot: int | None = None,
+        slot: int | Callable[[Engine], int | None] | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> tuple[str, AsyncIterator[RequestOutput]]:
         """Queue a request; returns its id and the stream of its outputs. Errors as `Engine.add_request`.
+
+        slot: a function is called in the engine's thread, with nothing between it and the queueing.
 
         Closing the stream before its end (leaving `async for`, a cancelled task) aborts the request.
         """
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
 
         def add(engine: Engine) -> str:
-            added = engine.add_request(prompt_ids, params, request_id=request_id, slot=slot)
+            bound = slot(engine) if callable(slot) else slot
+            added = engine.add_request(prompt_ids, params, request_id=request_id, slot=bound, constraint=constraint)
             self._listeners[added] = listener
             return added
 
@@ -97,9 +112,23 @@ class AsyncEngine:
         def end(engine: Engine) -> None:
             output = engine.end_request(request_id, reason)
             if output is not None:
-                self._dispatch(output)
+                self._dispatch([output])
 
         await self.call(end)
+
+    def abandon(self, request_id: str) -> None:
+        """Abort a request without waiting for it; its stream gets nothing more. From any thread; unknown ids are fine."""
+        self.post(lambda engine: self._abandon(request_id))
+
+    def post(self, function: Callable[[Engine], None]) -> None:
+        """Run `function(engine)` between two steps, after what was sent before, without waiting. It must not raise."""
+        self._inbox.put(lambda: function(self._engine))
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still takes requests: not closed, and not failed (a rank may while nothing runs)."""
+        failed = self._failure is not None or self._engine.failure is not None
+        return self._thread.is_alive() and not self._closed and not failed
 
     async def close(self) -> None:
         """Abort everything and end the thread."""
@@ -119,7 +148,7 @@ class AsyncEngine:
                 yield item
         finally:
             if not finished:  # the reader left: no await here, its task may be cancelled
-                self._inbox.put(lambda: self._abandon(request_id))
+                self.abandon(request_id)
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
@@ -128,8 +157,7 @@ class AsyncEngine:
         engine.kernels.set_num_threads(engine.options.num_threads())  # torch keeps it per thread
         try:
             while self._drain(wait=not engine.has_work or engine.stalled):
-                for output in engine.step():
-                    self._dispatch(output)
+                self._dispatch(engine.step())
         except Exception as error:  # not of one request (those are results): the engine's own state is in doubt
             self._failure = error
         self._end_all()
@@ -146,12 +174,16 @@ class AsyncEngine:
             function()
             wait = False
 
-    def _dispatch(self, output: RequestOutput) -> None:
-        listener = self._listeners.get(output.request_id)
-        if listener is not None:
-            listener.send(output)
-            if output.finished:
-                del self._listeners[output.request_id]
+    def _dispatch(self, outputs: Sequence[RequestOutput]) -> None:
+        news: dict[asyncio.AbstractEventLoop, list[tuple[_Listener, RequestOutput | Exception]]] = {}
+        for output in outputs:
+            listener = self._listeners.get(output.request_id)
+            if listener is not None:
+                news.setdefault(listener.loop, []).append((listener, output))
+                if output.finished:
+                    del self._listeners[output.request_id]
+        for loop, items in news.items():
+            _send(loop, items)
 
     def _abandon(self, request_id: str) -> None:
         self._listeners.pop(request_id, None)
@@ -160,7 +192,8 @@ class AsyncEngine:
     def _end_all(self) -> None:
         for request_id, listener in list(self._listeners.items()):
             output = self._engine.end_request(request_id) if self._failure is None else None
-            listener.send(output or PocketLLMError(f"the engine has failed: {self._failure}"))
+            item = output or PocketLLMError(f"the engine has failed: {self._failure}")
+            _send(listener.loop, [(listener, item)])
         self._listeners.clear()
         self._run_left_over()
 

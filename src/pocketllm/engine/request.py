@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from pocketllm.engine.constraint import TokenConstraint
 from pocketllm.engine.sampler import TokenLogprobs
 from pocketllm.options import SamplingParams
 
@@ -29,6 +30,7 @@ class Request:
     params: SamplingParams
     seed: int
     bound_slot: int | None = None
+    constraint: TokenConstraint | None = None
     state: State = State.WAITING
     slot: int | None = None
     num_computed: int = 0  # tokens of prompt and output in the cache

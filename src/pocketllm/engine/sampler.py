@@ -9,17 +9,18 @@ make that hold to the last bit:
 - Ties are decided: equal logits rank by token id, lowest first, in greedy choice, truncation and draw alike.
 - The random number of a token is a hash of (seed, position). There is no generator whose state others could advance.
 
-Order: real ids only and logit_bias, min_tokens, repetition, presence and frequency penalty, temperature, top_k, top_p,
-min_p, draw. top_p sees the distribution that top_k left. Each of the three truncations keeps the head of the ranking,
-so a row's candidates are always the first `kept` of it.
+Order: real ids only and logit_bias, min_tokens, repetition, presence and frequency penalty, the request's constraint
+(what it does not allow gets -inf), temperature, top_k, top_p, min_p, draw. top_p sees the distribution that top_k left.
+Each of the three truncations keeps the head of the ranking, so a row's candidates are always the first `kept` of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,6 +101,12 @@ def best_ids(logits: Tensor) -> Tensor:
     return candidates.gather(-1, best).clamp_(max=n - 1)  # padding ranks first only in a row of NaN
 
 
+def unpacked(words: Tensor, size: int) -> Tensor:
+    """int32 [w] -> bool [size]: bit i % 32 of word i // 32; False from w * 32 on. On the CPU."""
+    bits = np.unpackbits(words.numpy().view(np.uint8), count=size, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_))
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Log-probabilities of one step, of the raw logits over the real ids (before any parameter)."""
@@ -119,16 +126,32 @@ class _LogprobTensors:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """Everything is on the device; `bad` and `logprobs` wait for it when they are first read."""
+    """Everything is on the device; what is read as a list waits for it, once."""
 
     tokens: Tensor  # [n] int64; 0 in bad rows
     is_bad: Tensor  # [n] bool
     _logprobs: _LogprobTensors | None = None
+    _forbidden: Tensor | None = None  # [n] bool; None: no row
+
+    @cached_property
+    def _on_host(self) -> list[list[int]]:
+        """tokens and is_bad, in one transfer."""
+        both: list[list[int]] = torch.stack((self.tokens, self.is_bad.long())).tolist()
+        return both
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._on_host[0]
 
     @cached_property
     def bad(self) -> list[int]:
         """Rows without a valid choice (NaN, +inf, or nothing finite left): their requests must fail, others go on."""
-        return torch.nonzero(self.is_bad).flatten().tolist()
+        return [row for row, bad in enumerate(self._on_host[1]) if bad]
+
+    @cached_property
+    def forbidden(self) -> list[int]:
+        """Those of the bad rows whose logits are sound: the request's own settings leave no token to choose."""
+        return [] if self._forbidden is None else torch.nonzero(self._forbidden).flatten().tolist()
 
     @cached_property
     def logprobs(self) -> dict[int, TokenLogprobs]:
@@ -245,7 +268,12 @@ class Sampler:
         self._output_counts.index_put_((index, tokens[self._tensor(rows, torch.int64)]), ones, accumulate=True)
 
     def sample(
-        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], num_generated: Sequence[int]
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        num_generated: Sequence[int],
+        allowed: Mapping[int, Tensor] | None = None,
     ) -> SampleResult:
         """The next token of each row.
 
@@ -253,14 +281,18 @@ class Sampler:
         slots          whose row it is; rows of one slot (a verify pass) share the counts as they are recorded now
         positions      index in its sequence of the token to be chosen: picks the row's random number
         num_generated  tokens generated before it
+        allowed        row -> the tokens it may choose, packed as `TokenConstraint.allowed` gives them; others: all
         """
         requests = [self._request(slot) for slot in slots]
         raw = logits[:, : self.vocab_limit]
-        edited = self._edit(raw, slots, requests, num_generated)
+        edited = self._edit(raw, slots, requests, num_generated, allowed or {})
         best, tokens = _maximum(edited)
         is_bad = ~best.isfinite()
+        forbidden = None
         if edited is not raw:
-            is_bad |= ~raw.amax(dim=-1).isfinite()  # an edit may have overwritten the NaN
+            sound = raw.amax(dim=-1).isfinite()  # an edit may have overwritten the NaN
+            forbidden = is_bad & sound
+            is_bad = is_bad | ~sound
         for narrow in (True, False):
             rows = [i for i, r in enumerate(requests) if r.params.temperature > 0 and r.narrow == narrow]
             if rows:
@@ -269,7 +301,7 @@ class Sampler:
                 draws = [uniform(requests[i].seed, positions[i]) for i in rows]
                 tokens[index] = self._draw(edited[index], params, draws, narrow)
         tokens = tokens.masked_fill_(is_bad, 0)
-        return SampleResult(tokens, is_bad, self._logprobs(raw, tokens, requests))
+        return SampleResult(tokens, is_bad, self._logprobs(raw, tokens, requests), forbidden)
 
     def _request(self, slot: int) -> _Request:
         request = self._requests[slot]
@@ -278,10 +310,15 @@ class Sampler:
         return request
 
     def _edit(
-        self, logits: Tensor, slots: Sequence[int], requests: Sequence[_Request], num_generated: Sequence[int]
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        requests: Sequence[_Request],
+        num_generated: Sequence[int],
+        allowed: Mapping[int, Tensor],
     ) -> Tensor:
-        """logit_bias, min_tokens and penalties: [n, V], the same tensor if no row needs any."""
-        if not any(r.edits(g) for r, g in zip(requests, num_generated, strict=True)):
+        """logit_bias, min_tokens, penalties and constraints: [n, V], the same tensor if no row needs any."""
+        if not allowed and not any(r.edits(g) for r, g in zip(requests, num_generated, strict=True)):
             return logits
         x = logits.clone()
         for row, (request, generated) in enumerate(zip(requests, num_generated, strict=True)):
@@ -293,6 +330,8 @@ class Sampler:
         if rows:
             index, slot_index = self._tensor(rows, torch.int64), self._tensor([slots[i] for i in rows], torch.int64)
             x[index] = self._penalise(x[index], slot_index, [requests[i].params for i in rows])
+        for row, words in allowed.items():
+            x[row].masked_fill_(~unpacked(words, x.shape[-1]).to(self.device), _FORBIDDEN)
         return x
 
     def _penalise(self, x: Tensor, slots: Tensor, params: Sequence[SamplingParams]) -> Tensor:

@@ -74,13 +74,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template. `special_tokens` ("eos_token" -> text, ...) are variables of every rendering."""
+    """A compiled template and its `source`. `special_tokens` ("eos_token" -> text, ...) are variables of every rendering."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod

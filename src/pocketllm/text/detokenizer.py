@@ -15,11 +15,13 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """The joined results of all `push` calls and of `finish` equal `tokenizer.decode` of all ids together."""
+    """The joined results of all `push` calls and of `finish` equal `tokenizer.decode` of all ids together (`keep` aside)."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, keep: Iterable[str] = ()) -> None:
+        """keep: control tokens, by their text, that are shown in any case."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._skipped = skipped - {tokenizer.token_to_id(token) for token in keep}
         self._decoder = _Utf8Decoder(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:

@@ -13,10 +13,11 @@ class TextStream:
     """Joins the incremental detokenizer (whole characters only) with the stop checker (holds back what may be a stop).
 
     The texts of all `push` calls and of `finish` together are the answer; after a stop string nothing more comes.
+    Control tokens are left out, except those whose text is in `keep` (`OutputParser.markup.tags`, for its parser).
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = ()) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = (), *, keep: Iterable[str] = ()) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, keep=keep)
         self._checker = StopChecker(stops)
         self.stopped: str | None = None  # the stop string that was met
 

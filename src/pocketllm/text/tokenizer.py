@@ -8,12 +8,17 @@ their concatenation; the incremental detokenizer uses the same bytes, and the tw
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pocketllm.errors import ModelError, RequestError
 from pocketllm.text.gguf_tokenizer import load_gguf_tokenizer
 from pocketllm.text.hf_tokenizer import load_hf_tokenizer
 from pocketllm.text.tokenizer_data import TokenizerData
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -71,6 +76,13 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         """Id of the token with exactly this text (as tokenizer.json writes it), or None."""
         return self._backend.token_to_id(token)
+
+    @cached_property
+    def for_grammars(self) -> LLTokenizer:
+        """This vocabulary as llguidance's: built once, at its first use. RequestError if there can be none."""
+        from pocketllm.text.grammar_tokenizer import grammar_tokenizer
+
+        return grammar_tokenizer(self)
 
 
 def _to_bytes(token: str) -> bytes:
