@@ -300,7 +300,7 @@ def test_recurrent_state_is_not_cut(tmp_path: Path) -> None:
         ({"kernels": "magic"}, "choose one of auto"),
         ({"device": "tpu"}, "must be auto, cpu, cuda"),
         ({"device": "cuda:77"}, "this machine has"),
-        ({"tensor_parallel": 2}, "runs an engine on one rank"),
+        ({"tensor_parallel": 3}, "This model can use 1, 2, 4"),
         ({"max_context": 1 << 20}, "limit is 4096"),
         ({"attention_sinks": 4}, "no meaning without attention_window"),
     ],

@@ -38,5 +38,13 @@ class QueueFull(PocketLLMError):
     """The waiting queue is at its limit; nothing was queued."""
 
 
+class RankError(PocketLLMError):
+    """A tensor-parallel rank has failed or is gone. The engine can't go on: build a new one."""
+
+
+class LostRank(RankError):
+    """A rank missed another one in a collective: the consequence of a failure, not its cause."""
+
+
 class RequestError(PocketLLMError):
     """One request can't be served (prompt too long, bad token id, non-finite logits ...). The others go on."""

@@ -1,14 +1,65 @@
 """Tensor parallelism as a value that is passed in: no process group is needed to build a layer.
 
+A rank holds a shard of every large weight: some heads, some columns of the MLP, some rows of the vocabulary. `Part` says
+which; what a layer computes from its shard is one summand of the layer's output, and `all_reduce` adds the summands up.
 `TensorParallel(0, 1)` is the default everywhere, so every layer can be built and run in a unit test. The collective
 operations of a larger group come from a subclass; with one rank there is nothing to exchange.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is kept of a dimension of `total` elements: the ranges [start, stop), in order."""
+
+    total: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, dim: Dim) -> Part:
+        """A plain number is a whole dimension."""
+        return dim if isinstance(dim, Part) else cls(dim, ((0, dim),))
+
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.ranges == ((0, self.total),)
+
+    def times(self, unit: int) -> Part:
+        """The part of a dimension that holds `unit` elements for each of this one's: heads -> their rows."""
+        return Part(self.total * unit, tuple((start * unit, stop * unit) for start, stop in self.ranges))
+
+    def take(self, x: Tensor) -> Tensor:
+        """The kept elements of x's first dimension, in memory of their own."""
+        if self.is_whole:
+            return x
+        if x.is_meta:  # of a plan; joining meta tensors makes torch import its compiler, which takes a second
+            return x.new_empty(self.size, *x.shape[1:])
+        return torch.cat([x[start:stop] for start, stop in self.ranges])
+
+
+Dim = int | Part
+
+
+def blocks(*parts: Part) -> Part:
+    """The part of a dimension that holds several blocks, one after the other (q | k | v), each with its own part."""
+    ranges: list[tuple[int, int]] = []
+    offset = 0
+    for part in parts:
+        ranges += [(offset + start, offset + stop) for start, stop in part.ranges]
+        offset += part.total
+    whole = all(part.is_whole for part in parts)
+    return Part(offset, ((0, offset),) if whole else tuple(ranges))
 
 
 @dataclass(frozen=True)
@@ -22,20 +73,40 @@ class TensorParallel:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ValueError(f"tensor parallel rank {self.rank} of {self.size}: rank must be in [0, size), size >= 1")
 
-    def shard(self, total: int, what: str) -> int:
-        """Size of this rank's part of a dimension of `total`; ValueError if it can't be cut evenly."""
+    def shard(self, total: int, what: str) -> Part:
+        """This rank's part of a dimension of `total`; ValueError if it can't be cut evenly."""
         if total % self.size:
             raise ValueError(f"{what} = {total} can't be sharded over {self.size} ranks: use a divisor of {total}")
-        return total // self.size
+        each = total // self.size
+        return Part(total, ((self.rank * each, (self.rank + 1) * each),))
 
-    def replicate_or_shard(self, heads: int, what: str) -> int:
+    def replicate_or_shard(self, heads: int, what: str) -> Part:
         """KV heads of this rank: sharded while there are enough heads, else each head is held by several ranks."""
         if heads >= self.size:
             return self.shard(heads, what)
         if self.size % heads:
             raise ValueError(f"{what} = {heads} can't be replicated over {self.size} ranks: use a multiple of {heads}")
-        return 1
+        head = self.rank * heads // self.size
+        return Part(heads, ((head, head + 1),))
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of `x` over the ranks, on every rank."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of `x` [M, K] over the ranks, on every rank. May be computed in place.
+
+        A row's sum does not depend on M, bit for bit, up to 64 rows (see `kernels.protocol`).
+        """
         return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Columns of all ranks side by side on rank 0: [M, K] -> [M, size * K]. The other ranks get back their own."""
+        return x
+
+
+SMALL_BATCH = 64  # rows up to which a row's sum must not depend on the number of rows
+
+
+def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of each rank's tensor, in one order, accumulated in float32."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -12,18 +13,25 @@ CPU_SHARE = 0.8  # of what the machine has available: the rest stays for the cal
 GPU_SHARE = 0.95
 
 
-def pick_device(name: str) -> torch.device:
-    """auto is the first GPU if there is one; OptionError if a GPU is asked for that is not there."""
+def pick_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
+    """auto is the first GPU if there is one; OptionError if a GPU is asked for that is not there.
+
+    Each rank has a GPU of its own: the named one and those that follow it. On a CPU, ranks share the machine.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise OptionError(f"device = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+    if device.type != "cuda":
+        return device
+    first, there = device.index or 0, torch.cuda.device_count()
+    if first + num_ranks > there:
+        wanted = f" with tensor_parallel = {num_ranks} needs {num_ranks} GPUs" if num_ranks > 1 else ""
+        raise OptionError(f"device = {name!r}{wanted}: this machine has {there} CUDA devices")
+    return torch.device("cuda", first + rank)
 
 
-def available_memory(device: torch.device) -> int | None:
-    """Bytes an engine may plan with; None where the system does not say."""
+def available_memory(device: torch.device, num_ranks: int = 1) -> int | None:
+    """Bytes a rank may plan with; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     try:
@@ -32,5 +40,25 @@ def available_memory(device: torch.device) -> int | None:
         return None
     for line in lines:
         if line.startswith("MemAvailable:"):
-            return int(int(line.split()[1]) * 1024 * CPU_SHARE)
+            return int(int(line.split()[1]) * 1024 * CPU_SHARE / num_ranks)
     return None
+
+
+def used_memory(device: torch.device) -> int | None:
+    """Bytes in use now: of a GPU, by this process's tensors; of a CPU, by the whole process (its resident set). None where
+    the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def limit_memory(device: torch.device, nbytes: int | None) -> None:
+    """From now on this process's tensors take at most `nbytes` of a GPU: more is refused as if the GPU had no more."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        fraction = 1.0 if nbytes is None else min(max(nbytes / total, 0.0), 1.0)
+        torch.cuda.set_per_process_memory_fraction(fraction, device)

@@ -14,16 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pocketllm.engine.constraint import TokenConstraint
+from pocketllm.engine.inputs import SlotTokens
+from pocketllm.engine.rank import Launch
+from pocketllm.engine.ranks import start_ranks
 from pocketllm.engine.request import FinishReason, Request, RequestOutput, State
-from pocketllm.engine.runner import SlotTokens
 from pocketllm.engine.sampler import Sampler, TokenLogprobs, uniform
 from pocketllm.engine.scheduler import Scheduler
 from pocketllm.engine.slot_engine import SlotEngine
-from pocketllm.errors import RequestError
+from pocketllm.errors import PocketLLMError, RequestError
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.layers.batch import Kind
 from pocketllm.models.registry import Checkpoint
 from pocketllm.options import EngineOptions, SamplingParams
+
+_NOTHING_LEFT = (
+    "no token is left to choose: everything that the request's constraint allows is forbidden by min_tokens or logit_bias "
+    "(or logit_bias forbids every token)"
+)
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,12 @@ class Engine(SlotEngine):
         *,
         vocab_limit: int | None = None,
         backend: Kernels | None = None,
+        launch: Launch = start_ranks,
         **option_values: Any,
     ) -> None:
         """As `SlotEngine`. vocab_limit: token ids from here on are never sampled (a model may have more rows than its
         tokenizer has tokens)."""
-        super().__init__(model, options, backend=backend, **option_values)
+        super().__init__(model, options, backend=backend, launch=launch, **option_values)
         self.sampler = Sampler(self.plan.kv.num_slots, self.config.vocab_size, self.device, vocab_limit)
         self.scheduler = Scheduler(
             self.slots,
@@ -73,11 +82,15 @@ class Engine(SlotEngine):
         *,
         request_id: str | None = None,
         slot: int | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> str:
         """Queue one generation and return its id.
 
-        slot: run in this acquired slot, reusing the tokens it holds as far as the prompt begins with them; the slot
-        stays the caller's afterwards. RequestError, QueueFull or SlotError if it is refused; nothing is queued then.
+        slot        run in this acquired slot, reusing the tokens it holds as far as the prompt begins with them; the slot
+                    stays the caller's afterwards
+        constraint  limits which tokens are chosen; this request's own, used by no other
+
+        RequestError, QueueFull or SlotError if it is refused; nothing is queued then.
         """
         params = params or SamplingParams()
         prompt = self.check_tokens(prompt_ids)
@@ -88,7 +101,7 @@ class Engine(SlotEngine):
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another")
         seed = params.seed if params.seed is not None else int(uniform(self.options.seed, self._num_requests) * 2**53)
-        request = Request(request_id, prompt, params, seed, bound_slot=slot)
+        request = Request(request_id, prompt, params, seed, bound_slot=slot, constraint=constraint)
         self.scheduler.add(request)
         self._num_requests += 1
         self._requests[request_id] = request
@@ -149,6 +162,9 @@ class Engine(SlotEngine):
 
     def _sample(self, ready: list[tuple[Request, Tensor]]) -> list[RequestOutput]:
         """Choose the next token of each request from its logits row [V]."""
+        ready, allowed, outputs = self._ask_constraints(ready)
+        if not ready:
+            return outputs
         requests = [request for request, _ in ready]
         slots = []
         for request in requests:
@@ -163,21 +179,40 @@ class Engine(SlotEngine):
             slots,
             [request.num_tokens for request in requests],
             [len(request.output_ids) for request in requests],
+            allowed,
         )
-        bad = set(result.bad)
-        tokens = result.tokens.tolist()
+        bad, tokens = set(result.bad), result.token_ids
         good = [i for i in range(len(requests)) if i not in bad]
-        self.sampler.record([slots[i] for i in good], result.tokens[good])
-        outputs = []
+        self.sampler.record([slots[i] for i in good], result.tokens[good] if bad else result.tokens)
         for i, request in enumerate(requests):
-            if i in bad:
-                error = RequestError(f"the model's logits after token {request.num_tokens - 1} are not finite")
-                outputs.append(self._finish(request, "error", error))
+            if i in bad and i in result.forbidden:
+                outputs.append(self._finish(request, "error", RequestError(_NOTHING_LEFT)))
+            elif i in bad:
+                problem = RequestError(f"the model's logits after token {request.num_tokens - 1} are not finite")
+                outputs.append(self._finish(request, "error", problem))
                 if request.bound_slot is not None:  # what the caller's slot holds now would spoil its next turn
                     self.slots.restart(request.bound_slot)
             else:
                 outputs.append(self._append(request, tokens[i], result.logprobs.get(i)))
         return outputs
+
+    def _ask_constraints(
+        self, ready: list[tuple[Request, Tensor]]
+    ) -> tuple[list[tuple[Request, Tensor]], dict[int, Tensor], list[RequestOutput]]:
+        """Those whose constraint answers (or that have none), its answers by row, and the ends of the others."""
+        kept: list[tuple[Request, Tensor]] = []
+        allowed: dict[int, Tensor] = {}
+        failed: list[RequestOutput] = []
+        for request, logits in ready:
+            try:
+                mask = request.constraint.allowed() if request.constraint is not None else None
+            except Exception as error:
+                failed.append(self._finish(request, "error", _of_constraint(error)))
+                continue
+            if mask is not None:
+                allowed[len(kept)] = mask
+            kept.append((request, logits))
+        return kept, allowed, failed
 
     def _append(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         request.output_ids.append(token)
@@ -188,6 +223,14 @@ class Engine(SlotEngine):
         stops = (not params.ignore_eos and token in self.config.eos_token_ids) or token in params.stop_token_ids
         if stops and generated >= params.min_tokens:
             return self._finish(request, "stop", None, *new)
+        if request.constraint is not None:
+            try:
+                request.constraint.accept(token)
+                complete = request.constraint.finished
+            except Exception as error:
+                return self._finish(request, "error", _of_constraint(error), *new)
+            if complete and generated >= params.min_tokens:
+                return self._finish(request, "stop", None, *new)
         if generated == params.max_tokens:
             return self._finish(request, "length", None, *new)
         return self._output(request, *new)
@@ -221,3 +264,11 @@ class Engine(SlotEngine):
             num_cached_tokens=request.num_cached,
             num_output_tokens=len(request.output_ids),
         )
+
+
+def _of_constraint(error: Exception) -> Exception:
+    if isinstance(error, PocketLLMError):
+        return error
+    described = RequestError(f"the request's constraint failed: {type(error).__name__}: {error}")
+    described.__cause__ = error
+    return described

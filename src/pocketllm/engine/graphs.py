@@ -2,50 +2,78 @@
 
 A decode step is some hundred kernels on inputs of fixed shape; on small models the Python code between them costs as much
 as they do. A backend that can `capture` records the kernels of a pass with their addresses (a CUDA graph on a GPU, a list of
-launches on a CPU); a replay then needs only new values in the pass's input tensors, which stay where they are.
+launches on a CPU); a replay then needs only new values in the block of the pass's inputs, which stays where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from pocketllm.engine.inputs import BatchLayout, SlotTokens, pack
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.layers.batch import ForwardBatch, Kind
 
+_TILE = 8  # rows that cost as much as one in the kernels of matrix products
+
 
 def padded_size(num_slots: int) -> int:
-    """The next power of two."""
-    return 1 << max(num_slots - 1, 0).bit_length()
+    """Slots a batch is filled up to: the next power of two, from 8 on the next multiple of 8."""
+    return -(-num_slots // _TILE) * _TILE if num_slots > _TILE else 1 << max(num_slots - 1, 0).bit_length()
+
+
+def padded_sizes(num_slots: int) -> list[int]:
+    """Of all batches of up to num_slots."""
+    return sorted({padded_size(n) for n in range(1, num_slots + 1)})
 
 
 @dataclass(frozen=True)
 class _Graph:
-    batch: ForwardBatch  # its tensors are the inputs of every replay
+    inputs: Tensor  # the block of inputs of every replay
     replay: Callable[[], Tensor]
 
 
 class DecodeGraphs:
-    def __init__(self, forward: Callable[[ForwardBatch], Tensor], kernels: Kernels) -> None:
-        self._forward, self._kernels = forward, kernels
-        self._graphs: dict[tuple[Kind, int, int], _Graph | None] = {}  # None: this pass can't be captured
+    def __init__(
+        self, forward: Callable[[ForwardBatch], Tensor], kernels: Kernels, device: torch.device, spare_slot: int
+    ) -> None:
+        """spare_slot: where padding rows, and passes that are only recorded, read and write."""
+        self._forward, self._kernels, self._device, self._spare = forward, kernels, device, spare_slot
+        self._pinned = device.type == "cuda"
+        self._graphs: dict[BatchLayout, _Graph | None] = {}  # None: this pass can't be captured
 
-    def padded_size(self, num_slots: int) -> int:
-        """Slots a batch is filled up to (with the spare one): a power of two, so that few graphs serve all batches."""
-        return padded_size(num_slots) if self._kernels.captures else num_slots
-
-    def run(self, batch: ForwardBatch) -> Tensor:
+    def run(self, kind: Kind, items: Sequence[SlotTokens]) -> Tensor:
         """The logits [T, V] of a decode or verify batch. They are overwritten by the next pass of the same shape."""
-        key = batch.kind, len(batch.slot_ids), batch.q_len
-        if key not in self._graphs:
-            logits, replay = self._kernels.capture(lambda: self._forward(batch))
-            self._graphs[key] = _Graph(batch, replay) if replay is not None else None
-            return logits
-        graph = self._graphs[key]
+        q_len, num_slots = len(items[0].token_ids), len(items)
+        if self._kernels.captures:
+            items = [*items, *self._fillers(padded_size(num_slots) - num_slots, q_len)]
+        layout, block = pack(kind, items, all_logits=True, pinned=self._pinned)
+        graph = self._graph(layout) if self._kernels.captures else None
         if graph is None:
-            return self._forward(batch)
-        for name in ("token_ids", "positions", "token_slots", "slot_ids", "cu_seqlens_q", "kv_lens"):
-            getattr(graph.batch, name).copy_(getattr(batch, name))
-        return graph.replay()
+            logits = self._forward(layout.batch(block.to(self._device, non_blocking=True)))
+        else:
+            graph.inputs.copy_(block, non_blocking=True)
+            logits = graph.replay()
+        return logits[: num_slots * q_len]
+
+    def record_all(self, kind: Kind, q_len: int, num_slots: int) -> None:
+        """Record what serves batches of 1 to num_slots: then no request waits for it, and its memory is taken."""
+        for size in reversed(padded_sizes(num_slots)):  # the largest takes the memory that the others then share
+            layout, _ = pack(kind, self._fillers(size, q_len), all_logits=True, pinned=False)
+            self._graph(layout)
+
+    def _fillers(self, count: int, q_len: int) -> list[SlotTokens]:
+        return [SlotTokens(self._spare, 0, [0] * q_len)] * count
+
+    def _graph(self, layout: BatchLayout) -> _Graph | None:
+        """The recording of this shape, made now if there is none: in the spare slot, where any number of runs do no harm."""
+        if layout not in self._graphs:
+            _, block = pack(layout.kind, self._fillers(layout.num_slots, layout.q_len), all_logits=True, pinned=False)
+            inputs = block.to(self._device)
+            batch = layout.batch(inputs)
+            _, replay = self._kernels.capture(lambda: self._forward(batch))
+            self._graphs[layout] = _Graph(inputs, replay) if replay is not None else None
+        return self._graphs[layout]

@@ -15,7 +15,7 @@ import torch
 from pocketllm.cache.formats import KV_FORMATS, KVFormat, kv_format
 from pocketllm.cache.kv import KVCacheShape
 from pocketllm.cache.state import StateShape
-from pocketllm.engine.graphs import padded_size
+from pocketllm.engine.graphs import padded_sizes
 from pocketllm.engine.sampler import Sampler
 from pocketllm.errors import MemoryPlanError, OptionError
 from pocketllm.kernels import select_kernels
@@ -24,7 +24,7 @@ from pocketllm.models.config import ModelConfig
 from pocketllm.models.qwen import QwenModel
 from pocketllm.models.registry import ConfigStorage
 from pocketllm.options import EngineOptions
-from pocketllm.parallel import TensorParallel
+from pocketllm.parallel import SMALL_BATCH, TensorParallel
 from pocketllm.weights.base import Policy
 from pocketllm.weights.dummy import PlannedSource
 from pocketllm.weights.reader import Storage
@@ -51,6 +51,21 @@ class MemoryPlan:
     runtime: int  # of the device's libraries; not allocated by the engine
     budget: int | None  # bytes the engine may take; None: not limited
     notes: tuple[str, ...] = ()  # what was chosen for the user, in words
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name, in the order in which they are shown. Their sum is the total."""
+        return {
+            "weights": self.weights,
+            "kv": self.kv.nbytes,
+            "state": self.state.nbytes,
+            "tables": self.tables,
+            "sampler": self.sampler,
+            "logits": self.logits,
+            "graphs": self.graphs,
+            "workspace": self.workspace,
+            "runtime": self.runtime,
+        }
 
     @property
     def resident(self) -> int:
@@ -103,24 +118,42 @@ class _Planner:
         self.dtype = compute_dtype(options, device_type)
         self.kernels = select_kernels(options.kernels, device_type)
         self.tp = TensorParallel(0, options.tensor_parallel)
-        policy = Policy(options.quantization, self.dtype, self.kernels.pack_weight)
-        source = PlannedSource(storage or ConfigStorage(config), policy, tied_head=config.tie_word_embeddings)
+        self._storage = storage or ConfigStorage(config)
         try:
-            model = QwenModel(
-                config,
-                self.tp,
-                self.kernels,
-                source,
-                max_context=1,
-                dtype=self.dtype,
-                device=torch.device("meta"),
-                drop_key_bias=True,
-            )
+            model, self.weights = self._model(self.tp)
         except ValueError as error:
-            raise OptionError(f"tensor_parallel = {options.tensor_parallel}: {error}") from error
-        self.weights = source.nbytes
+            sizes = ", ".join(map(str, self._valid_sizes()))
+            raise OptionError(
+                f"tensor_parallel = {options.tensor_parallel}: {error}. This model can use {sizes}"
+            ) from error
         self.key_biases = sum(bias.bias.nbytes for bias in model.key_biases() if bias is not None)
         self.runtime = CUDA_RUNTIME if device_type == "cuda" else 0
+
+    def _model(self, tp: TensorParallel) -> tuple[QwenModel, int]:
+        """One rank's model without memory, and the bytes of its weights. ValueError if it can't be sharded so."""
+        policy = Policy.of(self.options, self.dtype, self.kernels)
+        source = PlannedSource(self._storage, policy, tied_head=self.config.tie_word_embeddings)
+        model = QwenModel(
+            self.config,
+            tp,
+            self.kernels,
+            source,
+            max_context=1,
+            dtype=self.dtype,
+            device=torch.device("meta"),
+            drop_key_bias=True,
+        )
+        return model, source.nbytes
+
+    def _valid_sizes(self) -> Iterator[int]:
+        """Numbers of ranks that this model can be sharded over."""
+        heads = self.config.num_heads
+        for size in (n for n in range(1, heads + 1) if heads % n == 0):
+            try:
+                self._model(TensorParallel(0, size))
+            except ValueError:
+                continue
+            yield size
 
     def plan(self, slots: int, pages: int, max_pages: int, fmt: KVFormat, notes: tuple[str, ...] = ()) -> MemoryPlan:
         """The plan for given sizes, whether it fits or not."""
@@ -130,7 +163,6 @@ class _Planner:
             context = min(context, options.max_context)
         rows = slots * (options.max_draft_tokens + 1)
         tokens = max(options.prefill_chunk, rows)
-        vocab = self.tp.shard(config.vocab_size, "vocab_size")
         return MemoryPlan(
             kv=KVCacheShape(
                 kv_format=fmt,
@@ -140,7 +172,7 @@ class _Planner:
                 num_pages=pages,
                 max_pages=max_pages,
                 page_size=options.page_size,
-                num_kv_heads=self.tp.replicate_or_shard(config.num_kv_heads, "num_key_value_heads"),
+                num_kv_heads=self.tp.replicate_or_shard(config.num_kv_heads, "num_key_value_heads").size,
                 head_dim=config.head_dim,
             ),
             state=self._state_shape(slots),
@@ -148,7 +180,7 @@ class _Planner:
             weights=self.weights + (self.key_biases if fmt.drops_key_bias else 0),
             tables=RotaryEmbedding.planned_nbytes(config.rope, context),
             sampler=sum(s.nbytes for s in Sampler.specs(slots, config.vocab_size)),
-            logits=max(rows, 1) * vocab * 4,
+            logits=self._logits(max(rows, 1)),
             graphs=self._graphs(slots),
             workspace=self._workspace(tokens, context),
             runtime=self.runtime,
@@ -161,13 +193,14 @@ class _Planner:
         journal = options.max_draft_tokens + 1 if options.max_draft_tokens else 0
         if gdn is None:
             return StateShape(0, slots, 0, 0, 0, 0, 0, 0, journal, options.num_snapshots, self.dtype)
+        key_heads = tp.shard(gdn.num_key_heads, "linear_num_key_heads").size
         return StateShape(
             num_layers=len(self.config.state_layers),
             num_slots=slots,
-            conv_dim=tp.shard(gdn.conv_dim, "conv channels"),
+            conv_dim=gdn.conv_dim // gdn.num_key_heads * key_heads,
             conv_taps=gdn.conv_kernel - 1,
-            num_key_heads=tp.shard(gdn.num_key_heads, "linear_num_key_heads"),
-            num_value_heads=tp.shard(gdn.num_value_heads, "linear_num_value_heads"),
+            num_key_heads=key_heads,
+            num_value_heads=gdn.num_value_heads // gdn.num_key_heads * key_heads,
             key_head_dim=gdn.key_head_dim,
             value_head_dim=gdn.value_head_dim,
             journal_len=journal,
@@ -176,26 +209,37 @@ class _Planner:
         )
 
     def _graphs(self, slots: int) -> int:
-        """Bound of what recorded passes keep: every block's intermediates, for batches of 1, 2, 4 ... slots."""
+        """Bound of what recorded passes keep, for batches of every padded size: logits, and every block's intermediates.
+
+        On a GPU all recordings share one pool, where a block's intermediates make room for the next one's.
+        """
         if not self.kernels.captures:
             return 0
-        sizes = [1 << i for i in range(padded_size(slots).bit_length())]
+        sizes = padded_sizes(slots)
         if self.options.max_draft_tokens:  # verify passes too
             sizes += [size * (self.options.max_draft_tokens + 1) for size in sizes]
+        vocab = self.tp.shard(self.config.vocab_size, "vocab_size").size
+        if self.device_type == "cuda":
+            return sum(sizes) * 4 * vocab
         rows = sum(-(-size // 8) * 8 for size in sizes)  # a product's input is prepared in tiles of 8 rows
-        vocab = self.tp.shard(self.config.vocab_size, "vocab_size")
         return rows * (self.config.num_layers * self._row_bytes() + 4 * vocab)
+
+    def _logits(self, rows: int) -> int:
+        """Rank 0's: its own columns, those of all ranks as they arrive, and side by side."""
+        vocab, size = self.config.vocab_size, self.tp.size
+        return rows * 4 * (vocab if size == 1 else vocab // size + 2 * vocab)
 
     def _row_bytes(self) -> int:
         """Bound of the intermediates of one token in the widest block."""
         config, size = self.config, self.tp.size
-        attention = config.num_heads * config.head_dim * (2 if config.attn_output_gate else 1)
-        attention += 2 * config.num_kv_heads * config.head_dim
+        heads = config.num_heads // size * (2 if config.attn_output_gate else 1)
+        kv_heads = self.tp.replicate_or_shard(config.num_kv_heads, "num_key_value_heads").size
+        attention = (heads + 2 * kv_heads) * config.head_dim
         inner = config.intermediate_size
         if config.moe is not None:
             shared = config.moe.shared_intermediate_size
             inner = max(inner, config.moe.expert_intermediate_size * config.moe.top_k + shared)
-        widths = [3 * attention // size, 3 * inner // size]
+        widths = [3 * attention, 3 * inner // size]
         if config.gated_delta is not None:
             widths.append(4 * (config.gated_delta.conv_dim + config.gated_delta.value_dim) // size)
         return (4 * config.hidden_size + max(widths)) * 4
@@ -203,7 +247,9 @@ class _Planner:
     def _workspace(self, tokens: int, context: int) -> int:
         """Bound of a pass's live intermediates: the widest block's tensors, and one attention call's own."""
         rowwise = tokens * self._row_bytes()
-        heads = self.tp.shard(self.config.num_heads, "num_attention_heads")
+        if self.tp.size > 2:  # the summands of all ranks (see `engine.collectives`)
+            rowwise += (self.tp.size + 1) * min(tokens, SMALL_BATCH) * self.config.hidden_size * 4
+        heads = self.tp.shard(self.config.num_heads, "num_attention_heads").size
         return rowwise + self.kernels.attention_workspace(heads, self.config.head_dim, tokens, context)
 
     def pages_that_fit(self, slots: int, max_pages: int, fmt: KVFormat) -> int:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from pocketllm.cache.pages import PageEdits
-from pocketllm.engine.runner import ModelRunner, SlotTokens
+from pocketllm.engine.inputs import SlotTokens
+from pocketllm.engine.lead import AnyRunner
 from pocketllm.engine.slots import SlotTable
-from pocketllm.errors import PocketLLMError, RequestError
+from pocketllm.errors import PocketLLMError, RankError, RequestError
 from pocketllm.layers.batch import Kind
 
 History = Callable[[], Sequence[int]]  # a slot's token ids, asked for only when a pass failed
@@ -26,7 +27,7 @@ class PassResult:
 
 
 class PassRunner:
-    def __init__(self, runner: ModelRunner, slots: SlotTable, chunk: int, has_state: bool) -> None:
+    def __init__(self, runner: AnyRunner, slots: SlotTable, chunk: int, has_state: bool) -> None:
         self._runner, self._slots, self._chunk, self._has_state = runner, slots, chunk, has_state
 
     def run(
@@ -41,6 +42,8 @@ class PassRunner:
         self._runner.apply(edits, resets)
         try:
             return self._forward(kind, items, all_logits)
+        except RankError:  # no slot's fault, and nothing can be tried again
+            raise
         except Exception as error:
             if len(items) == 1 and not self._has_state:
                 return [PassResult(error=_described(error, items[0]))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from pocketllm.cache.kv import KVCache
 from pocketllm.cache.pages import PageEdits
 from pocketllm.cache.state import StateCache
 from pocketllm.engine.graphs import DecodeGraphs
+from pocketllm.engine.inputs import SlotTokens, pack
 from pocketllm.engine.memory_plan import MemoryPlan, compute_dtype
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import AttentionMask
@@ -19,18 +19,8 @@ from pocketllm.layers.batch import ForwardBatch, Kind
 from pocketllm.models.config import ModelConfig
 from pocketllm.models.qwen import QwenModel
 from pocketllm.options import EngineOptions
-from pocketllm.parallel import TensorParallel
+from pocketllm.parallel import SMALL_BATCH, TensorParallel
 from pocketllm.weights.source import WeightSource
-
-
-@dataclass(frozen=True)
-class SlotTokens:
-    """One slot's part of a pass: its next tokens, the first of them at position `start`."""
-
-    slot: int
-    start: int
-    token_ids: Sequence[int]
-    wants_logits: bool = True  # prefill: only a prompt's last chunk does
 
 
 class ModelRunner:
@@ -46,9 +36,11 @@ class ModelRunner:
     ) -> None:
         """Allocates everything the plan says is resident, caches last: weights are the likeliest to fail."""
         self.device = device
+        self._kernels = kernels
+        self._tp = tp = tp or TensorParallel()
         self.model = QwenModel(
             config,
-            tp or TensorParallel(),
+            tp,
             kernels,
             source,
             max_context=plan.max_context,
@@ -59,7 +51,7 @@ class ModelRunner:
         )
         self.kv = KVCache(plan.kv, device, self.model.key_biases())
         self.state = StateCache(plan.state, device, kernels)
-        self._graphs = DecodeGraphs(self._forward, kernels)
+        self._graphs = DecodeGraphs(self._forward, kernels, device, spare_slot=plan.kv.num_slots)
 
     def apply(self, edits: PageEdits, resets: Sequence[int]) -> None:
         """Bring block tables, shared pages and cleared slots up to date before a pass."""
@@ -72,52 +64,44 @@ class ModelRunner:
         """Appends the items' tokens to their slots; returns logits [m, V] float32.
 
         prefill: one row for each item with wants_logits, of its last token (all_logits: for every token). decode, verify:
-        a row for every token, in order; verify leaves the recurrent state to `commit`.
+        a row for every token, in order; verify leaves the recurrent state to `commit`. Of several ranks, rank 0 gets them.
         """
         if kind == "prefill":
-            return self._forward(self._batch(kind, items, all_logits))
-        q_len = len(items[0].token_ids)
-        filler = SlotTokens(self.kv.shape.num_slots, 0, [0] * q_len)  # writes to the spare slot
-        padding = [filler] * (self._graphs.padded_size(len(items)) - len(items))
-        return self._graphs.run(self._batch(kind, [*items, *padding], all_logits))[: len(items) * q_len]
+            layout, block = pack(kind, items, all_logits=all_logits, pinned=self.device.type == "cuda")
+            logits = self._forward(layout.batch(block.to(self.device, non_blocking=True)))
+        else:
+            logits = self._graphs.run(kind, items)
+        return self._tp.gather(logits)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         return self.model(batch, self.kv, self.state)
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs every kind of pass once, in the spare slot."""
-        spare = self.kv.shape.num_slots
+        """Runs every kind of pass once, in the spare slot. On a GPU, records the decode passes of all sizes too."""
+        spare, journal_len = self.kv.shape.num_slots, self.state.shape.journal_len
         self.forward("prefill", [SlotTokens(spare, 0, [0, 0])])
         self.forward("decode", [SlotTokens(spare, 2, [0])])
-        if self.state.shape.journal_len:
-            self.forward("verify", [SlotTokens(spare, 3, [0] * self.state.shape.journal_len)])
+        if journal_len:
+            self.forward("verify", [SlotTokens(spare, 3, [0] * journal_len)])
             self.commit([spare], [1])
+        if self.device.type == "cuda" and self._kernels.captures:
+            long = min(2 * SMALL_BATCH, len(self.model.rope.cos))  # tokens; other kernels serve products of many rows
+            self.forward("prefill", [SlotTokens(spare, 0, [0] * long)])
+            self._graphs.record_all("decode", 1, spare)
+            if journal_len:
+                self._graphs.record_all("verify", journal_len, spare)
 
     def commit(self, slots: Sequence[int], num_tokens: Sequence[int]) -> None:
         """Move recurrent state forward by the accepted tokens of the last verify pass."""
         self.state.commit(slots, num_tokens)
 
-    def _batch(self, kind: Kind, items: Sequence[SlotTokens], all_logits: bool) -> ForwardBatch:
-        lengths = [len(item.token_ids) for item in items]
-        bounds = [0]
-        for length in lengths:
-            bounds.append(bounds[-1] + length)
-        rows: list[int] | None = None
-        if kind == "prefill" and not all_logits:
-            rows = [end - 1 for end, item in zip(bounds[1:], items, strict=True) if item.wants_logits]
-        positions = [p for item in items for p in range(item.start, item.start + len(item.token_ids))]
+    def fork(self, parent: int, child: int) -> None:
+        """Copy the parent's recurrent state to the child. (KV pages are shared or copied by `apply`.)"""
+        self.state.fork(parent, child)
 
-        def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
+    def save_snapshot(self, slot: int, index: int) -> None:
+        self.state.save_snapshot(slot, index)
 
-        return ForwardBatch(
-            kind=kind,
-            q_len=max(lengths),
-            token_ids=tensor([t for item in items for t in item.token_ids], torch.int64),
-            positions=tensor(positions, torch.int64),
-            token_slots=tensor([item.slot for item in items for _ in item.token_ids]),
-            slot_ids=tensor([item.slot for item in items]),
-            cu_seqlens_q=tensor(bounds),
-            kv_lens=tensor([item.start + len(item.token_ids) for item in items]),
-            logits_rows=None if rows is None else tensor(rows, torch.int64),
-        )
+    def restore_snapshot(self, slot: int, index: int) -> None:
+        self.state.restore_snapshot(slot, index)

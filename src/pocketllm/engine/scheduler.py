@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from pocketllm.engine.inputs import SlotTokens
 from pocketllm.engine.request import FinishReason, Request, State
-from pocketllm.engine.runner import SlotTokens
 from pocketllm.engine.slots import SlotTable, SlotUse
 from pocketllm.errors import QueueFull, RequestError
 from pocketllm.options import CHUNK_ALIGNMENT

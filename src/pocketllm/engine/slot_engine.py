@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pocketllm.engine.device import available_memory, pick_device
-from pocketllm.engine.memory_plan import MemoryPlan, check_fits, compute_dtype, gib, plan_memory
+from pocketllm.engine.inputs import SlotTokens
+from pocketllm.engine.lead import AnyRunner, Ranks
+from pocketllm.engine.memory_plan import MemoryPlan
 from pocketllm.engine.passes import PassRunner
-from pocketllm.engine.runner import ModelRunner, SlotTokens
+from pocketllm.engine.rank import Launch, RankBuilder, build_group
+from pocketllm.engine.ranks import start_ranks
 from pocketllm.engine.slots import SlotTable, SlotUse
-from pocketllm.errors import MemoryPlanError, OptionError, RequestError, SlotError
-from pocketllm.kernels import select_kernels
+from pocketllm.errors import OptionError, RankError, RequestError, SlotError
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.layers.batch import Kind
 from pocketllm.models.registry import Checkpoint, read_model
 from pocketllm.options import EngineOptions
-from pocketllm.weights.base import Policy
+from pocketllm.parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -64,41 +66,52 @@ class SlotEngine:
         options: EngineOptions | None = None,
         *,
         backend: Kernels | None = None,
+        launch: Launch = start_ranks,
         **option_values: Any,
     ) -> None:
         """model: folder, GGUF file, hub id, shape name (dummy weights), or None for the embedded model.
 
         Options come as an `EngineOptions` or by name. backend: kernels of your own instead of those options.kernels names.
-        ModelError, OptionError, or MemoryPlanError (before anything is allocated) say what to change.
+        launch: how the other ranks come to life, if tensor_parallel asks for some. ModelError, OptionError, or
+        MemoryPlanError (before anything is allocated) say what to change.
         """
         if options is not None and option_values:
             raise OptionError("give either options or single options by name, not both")
-        self.options = options = options or EngineOptions.of(**option_values)
+        options = options or EngineOptions.of(**option_values)
         if options.tensor_parallel > 1:
-            raise OptionError("this version runs an engine on one rank: tensor_parallel > 1 can be planned, not run")
-        self.device = pick_device(options.device)
+            if backend is not None:
+                raise OptionError("kernels of your own run on one rank: tensor_parallel = 1, or one of options.kernels")
+            options = replace(options, threads=max(options.num_threads() // options.tensor_parallel, 1))  # of one rank
+        self.options = options
         self.checkpoint = model if isinstance(model, Checkpoint) else read_model(model, options.load_format)
         self.config = self.checkpoint.config
         self.has_state = bool(self.config.state_layers)
-        self.kernels = backend or select_kernels(options.kernels, self.device.type)
-        self.kernels.set_num_threads(options.num_threads())
-        budget = options.memory_limit or available_memory(self.device)
-        storage = self.checkpoint.storage
-        self.plan: MemoryPlan = plan_memory(self.config, options, budget, self.device.type, storage)
-        check_fits(self.plan, self.config, options, self.device.type, storage)
-        dtype = compute_dtype(options, self.device.type)
-        try:
-            policy = Policy(options.quantization, dtype, self.kernels.pack_weight)
-            source = self.checkpoint.open_source(policy, self.device, options.seed)
-            self.runner = ModelRunner(self.config, options, self.plan, source, self.kernels, self.device)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise MemoryPlanError(
-                f"the device had less memory than the planned {gib(self.plan.total)}: {error}"
-            ) from error
+        builder = RankBuilder.of(self.checkpoint, options, 0, backend)
+        self.device, self.kernels = builder.device, builder.kernels
+        self.plan: MemoryPlan
+        self.runner: AnyRunner
+        self._ranks: Ranks | None = None
+        if options.tensor_parallel == 1:
+            self.plan = builder.plan(builder.budget())
+            self.runner = builder.build(self.plan, TensorParallel())
+        else:
+            self.plan, self.runner, self._ranks = build_group(builder, launch)
+            weakref.finalize(self, self._ranks.close)
         self.kernels.warm_up(self.runner.warm_up)
         self.slots = SlotTable(self.plan.kv.num_slots, self.plan.max_context, self.plan.kv.page_table())
         self.passes = PassRunner(self.runner, self.slots, options.prefill_chunk, self.has_state)
         self._pending: dict[int, int] = {}  # slot -> tokens of its verify pass
+
+    @property
+    def failure(self) -> RankError | None:
+        """Why the engine can't compute any more: a rank has failed, seen also while nothing runs. From any thread."""
+        return None if self._ranks is None else self._ranks.failure
+
+    def close(self) -> None:
+        """End the other ranks' processes, if there are any; they also end with the engine's last reference, and at exit.
+        The engine can't compute any more then."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
@@ -125,7 +138,7 @@ class SlotEngine:
         held = self.slots.kv_lens[slot]
         child = self.slots.fork(slot, min(max(num_tokens, held), self.slots.max_context), SlotUse.ACQUIRED)
         self._flush()
-        self.runner.state.fork(slot, child)
+        self.runner.fork(slot, child)
         return child
 
     def slot_length(self, slot: int) -> int:
@@ -152,7 +165,7 @@ class SlotEngine:
         if not 0 <= index < self.options.num_snapshots:
             raise SlotError(f"snapshot {index}: the engine was built with num_snapshots = {self.options.num_snapshots}")
         self._flush()
-        self.runner.state.save_snapshot(slot, index)
+        self.runner.save_snapshot(slot, index)
         return Snapshot(slot, index, self.slots.kv_lens[slot])
 
     def restore_snapshot(self, snapshot: Snapshot) -> None:
@@ -163,7 +176,7 @@ class SlotEngine:
             raise SlotError(f"slot {slot} holds {self.slots.kv_lens[slot]} tokens, the snapshot {snapshot.kv_len}")
         self._flush()
         self.slots.truncate(slot, snapshot.kv_len)
-        self.runner.state.restore_snapshot(slot, snapshot.index)
+        self.runner.restore_snapshot(slot, snapshot.index)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 

@@ -38,10 +38,11 @@ class Kernels(Protocol):
         """Most bytes of intermediate tensors that attention of q_len queries over kv_len tokens takes at a time."""
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | None]:
-        """The result of `run()`, whose work is done once, and a function that repeats the work without its Python code.
+        """The result of `run()`, and a function that repeats its work without its Python code.
 
         `run` reads its inputs from tensors that stay where they are, and what it launches must not depend on their values.
-        A replay returns the same tensor with new contents. None instead of one if this backend can't repeat `run` so.
+        It is called once or more, and must do no harm then: the inputs name the spare slot. A replay returns the same
+        tensor with new contents. None instead of one if this backend can't repeat `run` so.
         """
 
     # -- rows in, rows out -------------------------------------------------------------------------------------------

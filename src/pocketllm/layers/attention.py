@@ -12,7 +12,7 @@ from torch import Tensor
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import AttentionMask, KeyBias, LayerKV
 from pocketllm.layers.batch import ForwardBatch
-from pocketllm.layers.linear import Linear
+from pocketllm.layers.linear import Linear, RowParallelLinear
 from pocketllm.layers.norm import RMSNorm
 from pocketllm.layers.rope import RotaryEmbedding
 from pocketllm.models.config import ModelConfig
@@ -33,24 +33,24 @@ class Attention:
         *,
         drop_key_bias: bool,
     ) -> None:
-        self.num_heads = tp.shard(config.num_heads, "num_attention_heads")
-        self.num_kv_heads = tp.replicate_or_shard(config.num_kv_heads, "num_key_value_heads")
+        heads = tp.shard(config.num_heads, "num_attention_heads")
+        kv_heads = tp.replicate_or_shard(config.num_kv_heads, "num_key_value_heads")
+        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size  # of this rank
         self.head_dim = head_dim = config.head_dim
         self.scale = head_dim**-0.5
         self.gated = config.attn_output_gate
-        self._tp, self._kernels, self._rope, self._eps = tp, kernels, rope, config.rms_norm_eps
-        self._q_rows = self.num_heads * head_dim * (2 if self.gated else 1)
-        self._kv_rows = self.num_kv_heads * head_dim
-        sizes = [self._q_rows, self._kv_rows, self._kv_rows]
-        parts = source.linear(["q_proj", "k_proj", "v_proj"], sizes, config.hidden_size, bias=config.qkv_bias)
+        self._kernels, self._rope, self._eps = kernels, rope, config.rms_norm_eps
+        q_rows, kv_rows = heads.times(head_dim * (2 if self.gated else 1)), kv_heads.times(head_dim)
+        self._q_rows, self._kv_rows = q_rows.size, kv_rows.size
+        qkv = [q_rows, kv_rows, kv_rows]
+        parts = source.linear(["q_proj", "k_proj", "v_proj"], qkv, config.hidden_size, bias=config.qkv_bias)
         self.key_bias: KeyBias | None = None
         if config.qkv_bias and drop_key_bias and not config.qk_norm:  # a norm after the bias would not let it go
             bias = self._take_key_bias([p.bias for p in parts if p.bias is not None])
             self.key_bias = KeyBias(bias.view(self.num_kv_heads, head_dim), rope.cos, rope.sin)
         self.qkv_proj = Linear(kernels, parts)
-        self.o_proj = Linear(
-            kernels,
-            source.linear(["o_proj"], [config.hidden_size], self.num_heads * head_dim, bias=config.o_bias),
+        self.o_proj = RowParallelLinear(
+            tp, kernels, source, "o_proj", config.hidden_size, heads.times(head_dim), bias=config.o_bias
         )
         self.q_norm = RMSNorm(config, kernels, source, "q_norm", head_dim).weight if config.qk_norm else None
         self.k_norm = RMSNorm(config, kernels, source, "k_norm", head_dim).weight if config.qk_norm else None
@@ -92,4 +92,4 @@ class Attention:
         out = out.reshape(num_tokens, self.num_heads * self.head_dim)
         if gate is not None:
             out = ops.sigmoid_mul(out, gate.reshape(num_tokens, -1))
-        return self._tp.all_reduce(self.o_proj(out))
+        return self.o_proj(out)

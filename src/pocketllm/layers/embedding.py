@@ -1,4 +1,4 @@
-"""Token embedding and output head, which share one matrix in models that tie them."""
+"""Token embedding and output head, which share one matrix in models that tie them. A rank has some rows of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import LinearWeight
 from pocketllm.models.config import ModelConfig
-from pocketllm.parallel import TensorParallel
+from pocketllm.parallel import Part, TensorParallel
 from pocketllm.weights.source import Role, WeightSource
 
 
@@ -19,18 +19,24 @@ class Vocabulary:
         self, config: ModelConfig, tp: TensorParallel, kernels: Kernels, source: WeightSource, dtype: torch.dtype
     ) -> None:
         rows, hidden = tp.shard(config.vocab_size, "vocab_size"), config.hidden_size
-        self._kernels, self._dtype = kernels, dtype
+        self._tp, self._kernels, self._dtype = tp, kernels, dtype
+        self._num_rows, self._first = rows.size, tp.rank * rows.size
         self.table = self._take(source, "model.embed_tokens", rows, hidden, "embedding")
         self.head = self.table if config.tie_word_embeddings else self._take(source, "lm_head", rows, hidden, "head")
 
-    def _take(self, source: WeightSource, name: str, rows: int, hidden: int, role: Role) -> LinearWeight:
+    def _take(self, source: WeightSource, name: str, rows: Part, hidden: int, role: Role) -> LinearWeight:
         (weight,) = source.linear([name], [rows], hidden, role=role)
         return weight
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, H] in the compute type."""
-        return self._kernels.embedding(token_ids, self.table, self._dtype)
+        if self._tp.size == 1:
+            return self._kernels.embedding(token_ids, self.table, self._dtype)
+        local = token_ids - self._first
+        elsewhere = (local < 0) | (local >= self._num_rows)
+        x = self._kernels.embedding(local.clamp(0, self._num_rows - 1), self.table, self._dtype)
+        return self._tp.all_reduce(x.masked_fill(elsewhere[:, None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[m, H] -> [m, V] float32."""
+        """[m, H] -> [m, V] float32, with several ranks the columns of this one (`TensorParallel.gather` joins them)."""
         return self._kernels.linear(hidden, self.head).float()

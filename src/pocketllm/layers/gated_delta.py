@@ -8,9 +8,9 @@ from torch import Tensor
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import GatedDeltaWeights, LayerState
 from pocketllm.layers.batch import ForwardBatch
-from pocketllm.layers.linear import Linear
+from pocketllm.layers.linear import Linear, RowParallelLinear
 from pocketllm.models.config import GatedDeltaConfig, ModelConfig
-from pocketllm.parallel import TensorParallel
+from pocketllm.parallel import TensorParallel, blocks
 from pocketllm.weights.source import WeightSource
 
 
@@ -19,32 +19,32 @@ class GatedDeltaNet:
         gdn = config.gated_delta
         if gdn is None:
             raise ValueError("a linear_attention layer needs config.gated_delta")
-        self._tp, self._kernels = tp, kernels
+        self._kernels = kernels
+        # A rank takes whole key heads, each with the value heads that share it.
         key_heads = tp.shard(gdn.num_key_heads, "linear_num_key_heads")
-        value_heads = tp.shard(gdn.num_value_heads, "linear_num_value_heads")
-        self._value_dim = value_heads * gdn.value_head_dim
-        self._conv_dim = 2 * key_heads * gdn.key_head_dim + self._value_dim
-        self._value_heads = value_heads
+        value_heads = key_heads.times(gdn.num_value_heads // gdn.num_key_heads)
+        keys, values = key_heads.times(gdn.key_head_dim), value_heads.times(gdn.value_head_dim)
+        conv = blocks(keys, keys, values)  # channels q | k | v
+        self._conv_dim, self._value_dim, self._value_heads = conv.size, values.size, value_heads.size
         hidden = config.hidden_size
-        qkvz = [self._conv_dim, self._value_dim]
         if gdn.fused_projections:
-            big = source.linear(["in_proj_qkvz"], [sum(qkvz)], hidden, rows=_split_qkvz(gdn, key_heads))
-            small = source.linear(
-                ["in_proj_ba"], [2 * value_heads], hidden, rows=_split_ba(gdn, key_heads), role="small"
-            )
+            qkvz = key_heads.times((conv.total + values.total) // key_heads.total)
+            ba = key_heads.times(2 * value_heads.total // key_heads.total)
+            big = source.linear(["in_proj_qkvz"], [qkvz], hidden, rows=_split_qkvz(gdn, key_heads.size))
+            small = source.linear(["in_proj_ba"], [ba], hidden, rows=_split_ba(gdn, key_heads.size), role="small")
         else:
-            big = source.linear(["in_proj_qkv", "in_proj_z"], qkvz, hidden)
+            big = source.linear(["in_proj_qkv", "in_proj_z"], [conv, values], hidden)
             small = source.linear(["in_proj_b", "in_proj_a"], [value_heads] * 2, hidden, role="small")
         self.in_proj = Linear(kernels, [*big, *small])
-        self.out_proj = Linear(kernels, source.linear(["out_proj"], [hidden], self._value_dim))
+        self.out_proj = RowParallelLinear(tp, kernels, source, "out_proj", hidden, values)
         self.weights = GatedDeltaWeights(
-            conv=source.tensor("conv1d.weight", (self._conv_dim, 1, gdn.conv_kernel)).squeeze(1),
+            conv=source.tensor("conv1d.weight", (conv, 1, gdn.conv_kernel)).squeeze(1),
             a_log=source.tensor("A_log", (value_heads,)),
             dt_bias=source.tensor("dt_bias", (value_heads,)),
             norm=source.tensor("norm.weight", (gdn.value_head_dim,)),  # plain w, also where other norms use 1 + w
             eps=config.rms_norm_eps,
-            num_key_heads=key_heads,
-            num_value_heads=value_heads,
+            num_key_heads=key_heads.size,
+            num_value_heads=value_heads.size,
             key_head_dim=gdn.key_head_dim,
             value_head_dim=gdn.value_head_dim,
         )
@@ -52,7 +52,7 @@ class GatedDeltaNet:
     def __call__(self, x: Tensor, batch: ForwardBatch, state: LayerState) -> Tensor:
         """x [T, H] -> [T, H]; moves the slots' state forward (verify: writes the journal instead)."""
         sizes = [self._conv_dim, self._value_dim, self._value_heads, self._value_heads]
-        qkv, z, b, a = torch.split(self.in_proj(x), sizes, dim=-1)
+        qkv, z, b, a = self.in_proj.split(x, sizes)
         ops, weights = self._kernels, self.weights
         if batch.kind == "prefill":
             out = ops.gated_delta_prefill(
@@ -62,7 +62,7 @@ class GatedDeltaNet:
             out = ops.gated_delta_decode(qkv, z, b, a, weights, state, batch.slot_ids)
         else:
             out = ops.gated_delta_verify(qkv, z, b, a, weights, state, batch.slot_ids, batch.q_len)
-        return self._tp.all_reduce(self.out_proj(out))
+        return self.out_proj(out)
 
 
 def _split_qkvz(gdn: GatedDeltaConfig, key_heads: int) -> Tensor:

@@ -1,4 +1,8 @@
-"""`Linear`: one or more stacked weight matrices applied to the same input."""
+"""`Linear`: one or more stacked weight matrices applied to the same input; `RowParallelLinear`: one cut along its input.
+
+Between the two lies what a rank can do alone (Megatron-LM, arXiv 1909.08053): the first matrix of a layer is cut along its
+outputs, so that a rank has whole heads or channels; the second along its inputs, and the ranks' results are summed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.parallel import Part, TensorParallel
+from pocketllm.weights.source import WeightSource
 
 
 class Linear:
@@ -23,8 +29,52 @@ class Linear:
         outputs = [self._kernels.linear(x, part) for part in self.parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
+    def split(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The columns of y in pieces of these sizes; nothing is copied unless a piece lies in two matrices."""
+        pieces: list[Tensor] = []
+        outputs = [self._kernels.linear(x, part) for part in self.parts]
+        for size in sizes:
+            taken = [outputs.pop(0)]
+            while (width := sum(t.shape[1] for t in taken)) < size:
+                taken.append(outputs.pop(0))
+            whole = taken[0] if len(taken) == 1 else torch.cat(taken, dim=-1)
+            pieces.append(whole[:, :size])
+            if width > size:
+                outputs.insert(0, whole[:, size:])
+        return pieces
+
     def gated(self, x: Tensor) -> Tensor:
         """For a stack gate | up: x [M, K] -> silu(gate) * up, [M, N / 2]."""
         if len(self.parts) == 1:
             return self._kernels.gated_linear(x, self.parts[0])
         return self._kernels.silu_mul(self(x))
+
+
+class RowParallelLinear:
+    """y = x W^T + bias of which each rank has the columns that belong to its part of x."""
+
+    def __init__(
+        self,
+        tp: TensorParallel,
+        kernels: Kernels,
+        source: WeightSource,
+        name: str,
+        out_features: int,
+        in_features: Part,
+        *,
+        bias: bool = False,
+    ) -> None:
+        self._tp = tp
+        parts = source.linear([name], [out_features], in_features, bias=bias)
+        for part in parts:
+            if part.bias is not None and tp.rank > 0:  # it is to be added once
+                part.bias.zero_()
+        self._linear = Linear(kernels, parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, K of this rank] -> [M, N], on every rank."""
+        return self._tp.all_reduce(self.summand(x))
+
+    def summand(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return self._linear(x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
-from pocketllm.layers.linear import Linear
+from pocketllm.layers.linear import Linear, RowParallelLinear
 from pocketllm.models.config import ModelConfig
 from pocketllm.parallel import TensorParallel
 from pocketllm.weights.source import WeightSource
@@ -17,10 +17,13 @@ class MLP:
     ) -> None:
         hidden, inner = config.hidden_size, tp.shard(intermediate_size, "intermediate_size")
         bias = config.mlp_bias
-        self._tp = tp
         self.gate_up = Linear(kernels, source.linear(["gate_proj", "up_proj"], [inner, inner], hidden, bias=bias))
-        self.down = Linear(kernels, source.linear(["down_proj"], [hidden], inner, bias=bias))
+        self.down = RowParallelLinear(tp, kernels, source, "down_proj", hidden, inner, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, H] -> [M, H]."""
-        return self._tp.all_reduce(self.down(self.gate_up.gated(x)))
+        return self.down(self.gate_up.gated(x))
+
+    def summand(self, x: Tensor) -> Tensor:
+        """This rank's part of the result, for a caller that adds more to it before it sums over the ranks."""
+        return self.down.summand(self.gate_up.gated(x))

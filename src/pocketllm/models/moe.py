@@ -13,6 +13,8 @@ from pocketllm.weights.source import WeightSource
 
 
 class SparseMoE:
+    """Every rank has a part of every expert: its router chooses the same experts as the others', and none waits."""
+
     def __init__(self, config: ModelConfig, tp: TensorParallel, kernels: Kernels, source: WeightSource) -> None:
         moe = config.moe
         if moe is None:
@@ -39,7 +41,7 @@ class SparseMoE:
         weights, experts = probabilities.topk(self._moe.top_k, dim=-1)  # [M, top_k]
         if self._moe.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        out = self._tp.all_reduce(self._kernels.moe(x, experts, weights, self.gate_up, self.down))
+        out = self._kernels.moe(x, experts, weights, self.gate_up, self.down)
         if self.shared is not None:
-            out = out + self._kernels.sigmoid_mul(self.shared(x), self.shared_gate(x))
-        return out
+            out = out + self._kernels.sigmoid_mul(self.shared.summand(x), self.shared_gate(x))
+        return self._tp.all_reduce(out)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from pocketllm.errors import ModelError
+from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import LinearWeight
-from pocketllm.options import Quantization
+from pocketllm.options import EmbeddingStorage, EngineOptions, Quantization
+from pocketllm.parallel import Dim, Part
 from pocketllm.weights.formats import FORMATS, Dense, StoredFormat, merge, reorder_rows
 from pocketllm.weights.source import Role
 
@@ -41,12 +43,20 @@ class Policy:
     quantization: Quantization
     compute_dtype: torch.dtype
     pack: Callable[[LinearWeight], LinearWeight] = _as_it_is
+    embeddings: EmbeddingStorage = "none"
+
+    @classmethod
+    def of(cls, options: EngineOptions, compute_dtype: torch.dtype, kernels: Kernels) -> Policy:
+        return cls(options.quantization, compute_dtype, kernels.pack_weight, options.quantize_embeddings)
 
     def target(self, stored: StoredFormat, role: Role) -> StoredFormat:
         """auto: as stored; none: the compute type; w8, w4: re-encoded where that is smaller.
 
-        Matrices of role small are always plain, the embedding and the head never less than w8 by re-encoding.
+        Matrices of role small are always plain, the embedding and the head never less than w8 by re-encoding. These two
+        follow `quantize_embeddings` first, if they are plain in the file.
         """
+        if self.embeddings != "none" and role in ("embedding", "head") and isinstance(stored, Dense):
+            return FORMATS[{"w8": "w8", "fp8": "fp8_block"}[self.embeddings]]
         if self.quantization == "none":
             return Dense(self.compute_dtype)
         if self.quantization == "bf16":
@@ -73,8 +83,9 @@ class BaseSource(ABC):
     def has(self, name: str) -> bool: ...
 
     @abstractmethod
-    def matrix(self, name: str, n: int, k: int, role: Role) -> LinearWeight:
-        """`<name>.weight` [n, k] in the format of the policy, without bias. ModelError if it can't be had."""
+    def matrix(self, name: str, rows: Part, columns: Part, role: Role) -> LinearWeight:
+        """A shard of `<name>.weight` in the format of the policy, without bias. ModelError if it can't be had; ValueError
+        if it can't be cut so."""
 
     @abstractmethod
     def vector(self, name: str, shape: tuple[int, ...], offset: float) -> Tensor:
@@ -86,8 +97,8 @@ class BaseSource(ABC):
     def linear(
         self,
         names: Sequence[str],
-        out_features: Sequence[int],
-        in_features: int,
+        out_features: Sequence[Dim],
+        in_features: Dim,
         *,
         bias: bool = False,
         rows: Tensor | None = None,
@@ -96,9 +107,10 @@ class BaseSource(ABC):
         """See `WeightSource.linear`. With a tied head, `lm_head` is the embedding itself."""
         if self._tied_head and role == "head" and self._embedding is not None:
             return [self._embedding]
-        parts = [self._part(name, n, in_features, bias, role) for name, n in zip(names, out_features, strict=True)]
+        rows_of, columns = [Part.of(dim) for dim in out_features], Part.of(in_features)
+        parts = [self._part(name, part, columns, bias, role) for name, part in zip(names, rows_of, strict=True)]
         if self.problems:  # `finish` will raise: a layer needs nothing but sizes now
-            return [placeholder(sum(out_features), in_features, bias)]
+            return [placeholder(sum(part.size for part in rows_of), columns.size, bias)]
         stack = merge(parts)
         if rows is not None:
             try:
@@ -111,12 +123,13 @@ class BaseSource(ABC):
             self._embedding = stack[0]
         return stack
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
+    def tensor(self, name: str, shape: tuple[Dim, *tuple[int, ...]], *, offset: float = 0.0) -> Tensor:
+        part, *others = Part.of(shape[0]), *shape[1:]
         try:
-            values = self.vector(name, shape, offset)
+            values = part.take(self.vector(name, (part.total, *others), offset))
         except ModelError as error:
             self.problems.append(str(error))
-            return torch.zeros(shape)
+            return torch.zeros(part.size, *others)
         self.nbytes += values.nbytes
         return values
 
@@ -128,14 +141,14 @@ class BaseSource(ABC):
             rest = f"\n  and {more} more" if more > 0 else ""
             raise ModelError(f"{len(self.problems)} weights do not fit the model:\n{shown}{rest}")
 
-    def _part(self, name: str, n: int, k: int, bias: bool, role: Role) -> LinearWeight:
-        weight, added = placeholder(n, k, False), None
+    def _part(self, name: str, rows: Part, columns: Part, bias: bool, role: Role) -> LinearWeight:
+        weight, added = placeholder(rows.size, columns.size, False), None
         try:
-            weight = self.matrix(name, n, k, role)
+            weight = self.matrix(name, rows, columns, role)
         except ModelError as error:
             self.problems.append(str(error))
         try:
-            added = self.vector(f"{name}.bias", (n,), 0.0) if bias else None
+            added = rows.take(self.vector(f"{name}.bias", (rows.total,), 0.0)) if bias else None
         except ModelError as error:
             self.problems.append(str(error))
         return LinearWeight(weight.format, weight.shape, weight.tensors, added)
@@ -154,8 +167,8 @@ class Scope:
     def linear(
         self,
         names: Sequence[str],
-        out_features: Sequence[int],
-        in_features: int,
+        out_features: Sequence[Dim],
+        in_features: Dim,
         *,
         bias: bool = False,
         rows: Tensor | None = None,
@@ -164,7 +177,7 @@ class Scope:
         full = [f"{self.prefix}.{name}" for name in names]
         return self.source.linear(full, out_features, in_features, bias=bias, rows=rows, role=role)
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
+    def tensor(self, name: str, shape: tuple[Dim, *tuple[int, ...]], *, offset: float = 0.0) -> Tensor:
         return self.source.tensor(f"{self.prefix}.{name}", shape, offset=offset)
 
     def has(self, name: str) -> bool:

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from pocketllm.errors import ModelError
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.parallel import Part
 from pocketllm.weights.base import BaseSource, Policy, placeholder
 from pocketllm.weights.formats import convert
 from pocketllm.weights.reader import Reader
+from pocketllm.weights.shards import check_cut, cut
 from pocketllm.weights.source import Role
 
 
@@ -26,14 +28,17 @@ class CheckpointSource(BaseSource):
     def has(self, name: str) -> bool:
         return self._reader.has(name)
 
-    def matrix(self, name: str, n: int, k: int, role: Role) -> LinearWeight:
+    def matrix(self, name: str, rows: Part, columns: Part, role: Role) -> LinearWeight:
         full = f"{name}.weight"
-        self._check(full, (n, k))
+        self._check(full, (rows.total, columns.total))
         try:
-            target = self.policy.target(self._reader.format_of(full), role)
+            stored = self._reader.format_of(full)
+            target = self.policy.target(stored, role)
+            for form in (stored, target):
+                check_cut(full, form, rows, columns)
             if self.problems:  # the model won't be built: check the rest, but read no more
-                return placeholder(n, k, False)
-            return convert(self._reader.matrix(full), target, self._device)
+                return placeholder(rows.size, columns.size, False)
+            return convert(cut(self._reader.matrix(full), rows, columns), target, self._device)
         except ModelError as error:
             raise self._fault(full, str(error)) from None
 

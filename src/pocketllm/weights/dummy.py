@@ -10,9 +10,11 @@ from torch import Tensor
 
 from pocketllm.errors import ModelError
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.parallel import Part
 from pocketllm.weights.base import BaseSource, Policy
 from pocketllm.weights.formats import StoredFormat
 from pocketllm.weights.reader import Storage
+from pocketllm.weights.shards import check_cut, cut
 from pocketllm.weights.source import Role
 
 _POOL = 1 << 20  # random elements that large matrices are tiled from
@@ -28,10 +30,11 @@ class PlannedSource(BaseSource):
     def has(self, name: str) -> bool:
         return self._storage.has(name)
 
-    def matrix(self, name: str, n: int, k: int, role: Role) -> LinearWeight:
-        target = _target(self._storage, self.policy, name, role)
-        planes = tuple(torch.empty(s.shape, dtype=s.dtype, device="meta") for s in target.specs(n, k))
-        return LinearWeight(target, (n, k), planes)
+    def matrix(self, name: str, rows: Part, columns: Part, role: Role) -> LinearWeight:
+        target = _target(self._storage, self.policy, name, role, rows, columns)
+        shape = rows.size, columns.size
+        planes = tuple(torch.empty(s.shape, dtype=s.dtype, device="meta") for s in target.specs(*shape))
+        return LinearWeight(target, shape, planes)
 
     def vector(self, name: str, shape: tuple[int, ...], offset: float) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device="meta")
@@ -54,15 +57,16 @@ class DummySource(BaseSource):
     def has(self, name: str) -> bool:
         return self._storage.has(name)
 
-    def matrix(self, name: str, n: int, k: int, role: Role) -> LinearWeight:
-        target = _target(self._storage, self.policy, name, role)
+    def matrix(self, name: str, rows: Part, columns: Part, role: Role) -> LinearWeight:
+        target = _target(self._storage, self.policy, name, role, rows, columns)
+        n, k = rows.total, columns.total
         start = zlib.crc32(name.encode()) % _POOL
         planes = []
         for spec, pool in zip(target.specs(n, k), self._pool(target, k), strict=True):
             plane = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
             _tile(plane, pool, start)
             planes.append(plane)
-        return LinearWeight(target, (n, k), tuple(planes))
+        return cut(LinearWeight(target, (n, k), tuple(planes)), rows, columns)
 
     def vector(self, name: str, shape: tuple[int, ...], offset: float) -> Tensor:
         """Norms near 1 (offset included), A_log in the range of trained models, the rest by fan-in."""
@@ -88,11 +92,15 @@ class DummySource(BaseSource):
         return self._pools[key]
 
 
-def _target(storage: Storage, policy: Policy, name: str, role: Role) -> StoredFormat:
+def _target(storage: Storage, policy: Policy, name: str, role: Role, rows: Part, columns: Part) -> StoredFormat:
     full = f"{name}.weight"
     if not storage.has(full):
         raise ModelError(f"{full} is missing")
-    return policy.target(storage.format_of(full), role)
+    stored = storage.format_of(full)
+    target = policy.target(stored, role)
+    for form in (stored, target):
+        check_cut(full, form, rows, columns)
+    return target
 
 
 def _coprime(flat: Tensor, width: int) -> Tensor:

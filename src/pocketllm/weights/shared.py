@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.parallel import Dim
 from pocketllm.weights.source import Role, WeightSource
 
 
@@ -31,8 +32,8 @@ class SharedSource:
     def linear(
         self,
         names: Sequence[str],
-        out_features: Sequence[int],
-        in_features: int,
+        out_features: Sequence[Dim],
+        in_features: Dim,
         *,
         bias: bool = False,
         rows: Tensor | None = None,
@@ -46,7 +47,7 @@ class SharedSource:
             for part in self.stacks[key]
         ]
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
+    def tensor(self, name: str, shape: tuple[Dim, *tuple[int, ...]], *, offset: float = 0.0) -> Tensor:
         return self.source.tensor(name, shape, offset=offset)
 
     def has(self, name: str) -> bool:

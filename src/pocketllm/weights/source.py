@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.parallel import Dim
 
 Role = Literal[
     "linear", "embedding", "head", "small"
@@ -26,8 +27,8 @@ class WeightSource(Protocol):
     def linear(
         self,
         names: Sequence[str],
-        out_features: Sequence[int],
-        in_features: int,
+        out_features: Sequence[Dim],
+        in_features: Dim,
         *,
         bias: bool = False,
         rows: Tensor | None = None,
@@ -36,11 +37,12 @@ class WeightSource(Protocol):
         """The matrices `<name>.weight` (and `<name>.bias`) stacked along their rows: [sum(out_features), in_features].
 
         Neighbours stored in the same way become one `LinearWeight`; a mixed stack comes back as several, in order.
-        `rows` [sum(out_features)] int64 reorders the rows of the stack (row i of the result is row rows[i]).
+        A `Part` in place of a number asks for a rank's shard of that dimension; ValueError if a shard would part elements
+        that share a scale. `rows` [sum of the sizes] int64 reorders the rows of the stack (row i is row rows[i]).
         """
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, offset: float = 0.0) -> Tensor:
-        """A small tensor in float32, `offset` added (1.0 for norms that multiply by 1 + w)."""
+    def tensor(self, name: str, shape: tuple[Dim, *tuple[int, ...]], *, offset: float = 0.0) -> Tensor:
+        """A small tensor in float32, `offset` added (1.0 for norms that multiply by 1 + w). shape[0] may be a `Part`."""
 
     def has(self, name: str) -> bool:
         """Whether the source holds `name` (a full tensor name below this scope)."""

@@ -56,7 +56,7 @@ def gated_delta_decode(
 ) -> Tensor:
     slots = slot_ids.long()
     window = torch.cat((state.conv[slots].transpose(1, 2), qkv.float().unsqueeze(1)), dim=1)  # [n, W, C]
-    state.conv[slots] = window[:, 1:].transpose(1, 2)
+    state.conv[slots] = window[:, 1:].transpose(1, 2).to(state.conv.dtype)
     q, k, v = _split_heads(_conv(window, weights)[:, 0], weights)
     g, beta = _gates(a, b, weights)
     decayed, d, o = _delta_step(state.recurrent[slots], q, k, v, _exp(g), beta)
@@ -80,7 +80,7 @@ def gated_delta_verify(
     q, k, v = _split_heads(_conv(window, weights), weights)  # [n, Q, H, d]
     g, beta = (t.view(-1, q_len, t.shape[-1]) for t in _gates(a, b, weights))
     recurrent, outputs = state.recurrent[slots], []
-    state.journal_x[slots, :q_len] = x
+    state.journal_x[slots, :q_len] = x.to(state.journal_x.dtype)
     state.journal_k[slots, :q_len] = k[:, :, :: k.shape[2] // weights.num_key_heads]
     decay = _exp(g)
     state.journal_g[slots, :q_len] = decay

@@ -1,0 +1,205 @@
+"""Tensor parallelism on GPUs: does the plan hold under a cap, how long is a step, what do the sums cost?
+
+    python benchmarks/gpu_tp.py [--model NAME] [--ranks 2] [--limit 22GiB] [--parts same,fit,steps] [--out FILE] ...
+
+Weights are dummy ones, caches are filled with random values. Parts, in this order:
+
+    same    a small model in float32 on one rank and on all: largest difference of the logits, and whether tokens are equal
+    fit     the model with --slots slots of --context tokens as --kv-cache-dtype, each rank capped at --limit: what the plan
+            says, what rank 0's device gave, decode steps up to the last token, and the share of the sums over the ranks
+    steps   decode steps on all ranks and on one, for every KV type of --formats and case of --cases
+
+Each finding is one line of JSON, printed as it comes and added to --out. A part that fails says so; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pocketllm.cli.bench_run import context_needed, fill_randomly, random_tokens, timed_decode
+from pocketllm.engine.engine import Engine
+from pocketllm.engine.memory_plan import gib, plan_memory
+from pocketllm.engine.slot_engine import SlotRequest
+from pocketllm.errors import MemoryPlanError
+from pocketllm.models.registry import read_model
+from pocketllm.options import EngineOptions, SamplingParams, parse_bytes
+
+CASES = "1x1024,8x1024,32x1024,8x32768"
+PAGE = 256  # tokens: what a slot may hold beyond its own, its last page being part empty
+SUMMED = 8  # steps under the profiler
+
+
+class Run:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.cuda = args, args.device == "cuda"
+
+    def note(self, part: str, **values: Any) -> None:
+        line = json.dumps({"part": part, **values})
+        print(line, flush=True)
+        if self.args.out is not None:
+            with self.args.out.open("a") as file:
+                file.write(line + "\n")
+
+    def engine(self, ranks: int, **options: Any) -> Engine:
+        chosen = {"model": self.args.model, "load_format": "dummy", "device": self.args.device, **options}
+        return Engine(chosen.pop("model"), tensor_parallel=ranks, kernels=self.args.kernels, **chosen)
+
+    def free_memory(self) -> int:
+        """Bytes of rank 0's device that nobody has, after Python has given back what it can."""
+        gc.collect()
+        if not self.cuda:
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(0)[0]
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def same(self) -> None:
+        logits, tokens = [], []
+        for ranks in (1, self.args.ranks):
+            engine = self.engine(
+                ranks, model=self.args.small, dtype="float32", max_batch_size=2, max_context=512, prefill_chunk=64
+            )
+            slot = engine.acquire_slot(256)
+            (result,) = engine.batch_prefill([SlotRequest(slot, random_tokens(engine, 200, 1))])
+            if result.error is not None or result.logits is None:
+                raise RuntimeError("the prompt has no logits") from result.error
+            logits.append(result.logits.cpu())
+            engine.release_slot(slot)
+            params = SamplingParams(max_tokens=32, ignore_eos=True)
+            engine.add_request(random_tokens(engine, 100, 2), params)
+            engine.add_request(random_tokens(engine, 7, 3), params)
+            found: dict[str, list[int]] = {}
+            while engine.has_work:
+                for output in engine.step():
+                    found.setdefault(output.request_id, []).extend(output.new_token_ids)
+            tokens.append(found)
+            engine.close()
+        difference = float((logits[0] - logits[1]).abs().max())
+        self.note("same", model=self.args.small, logits_differ_by=difference, tokens_equal=tokens[0] == tokens[1])
+
+    def fit(self) -> None:
+        args = self.args
+        sizes: dict[str, Any] = {
+            "max_batch_size": args.slots,
+            "max_context": args.context,
+            "kv_layout": "slots",
+            "kv_cache_dtype": args.kv_cache_dtype,
+            "quantize_embeddings": args.quantize_embeddings,
+        }
+        options = EngineOptions(tensor_parallel=args.ranks, kernels=args.kernels, load_format="dummy", **sizes)
+        checkpoint = read_model(args.model, "dummy")
+        limit = parse_bytes(args.limit)
+        plan = plan_memory(checkpoint.config, options, limit, args.device, checkpoint.storage)
+        self.note("fit", limit=gib(limit), planned=gib(plan.total), weights=gib(plan.weights), kv=gib(plan.kv.nbytes),
+                  state=gib(plan.state.nbytes), workspace=gib(plan.workspace), fits=plan.fits)  # fmt: skip
+        free, start = self.free_memory(), time.monotonic()
+        try:
+            engine = self.engine(args.ranks, memory_limit=limit, **sizes)
+        except MemoryPlanError as error:
+            self.note("fit", refused=str(error))
+            return
+        built = time.monotonic() - start
+        length = args.context - args.steps - SUMMED  # the last token is the last step's
+        slots = [engine.acquire_slot(args.context) for _ in range(args.slots)]
+        fill_randomly(engine, {slot: random_tokens(engine, length, slot) for slot in slots})
+        times = []
+        for step in range(args.steps):
+            begin = time.perf_counter()
+            results = engine.batch_decode([SlotRequest(slot, [step + 7]) for slot in slots])
+            times.append(time.perf_counter() - begin)
+            for result in results:
+                if result.error is not None:
+                    raise result.error
+        taken = free - torch.cuda.mem_get_info(0)[0] if self.cuda else 0
+        self.note("fit", slots=args.slots, context=args.context, kv=args.kv_cache_dtype, build_seconds=round(built, 1),
+                  held=[engine.slot_length(slot) for slot in slots], step_ms=round(statistics.median(times) * 1e3, 2),
+                  device_gave=gib(taken), within=taken <= limit)  # fmt: skip
+        self.sums(engine, slots)
+        engine.close()
+
+    def sums(self, engine: Engine, slots: list[int]) -> None:
+        """Rank 0's time in collectives, waiting for the others included, and in other kernels, by the profiler."""
+        with profile(activities=[ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU]) as recorded:
+            for step in range(SUMMED):
+                for result in engine.batch_decode([SlotRequest(slot, [step + 7]) for slot in slots]):
+                    if result.error is not None:
+                        raise result.error
+        spent: dict[str, float] = {"collectives": 0.0, "other kernels": 0.0}
+        for event in recorded.key_averages():
+            name = "collectives" if "nccl" in event.key else "other kernels"
+            spent[name] += (event.device_time_total if self.cuda else event.self_cpu_time_total) / 1e3 / SUMMED
+        self.note("fit", all_reduces=2 * engine.config.num_layers + 1, width=engine.config.hidden_size,
+                  ms_of_a_step={name: round(ms, 3) for name, ms in spent.items()})  # fmt: skip
+
+    def steps(self) -> None:
+        cases = [tuple(map(int, case.split("x"))) for case in self.args.cases.split(",")]
+        count = self.args.steps
+        sizes = {
+            "max_batch_size": max(slots for slots, _ in cases),
+            "max_context": max(context_needed(context, count) for _, context in cases),
+            "kv_tokens": max(slots * (context_needed(context, count) + PAGE) for slots, context in cases),
+        }
+        for kv in self.args.formats.split(","):
+            found: dict[int, dict[str, float]] = {}
+            for ranks in (1, self.args.ranks):
+                self.free_memory()
+                engine = self.engine(ranks, kv_cache_dtype=kv, **sizes)
+                found[ranks] = {}
+                for slots, context in cases:
+                    prompts = [random_tokens(engine, context + 1, slot) for slot in range(slots)]
+                    seconds = statistics.median(timed_decode(engine, prompts, count, "random").step_seconds)
+                    found[ranks][f"{slots}x{context}"] = round(seconds * 1e3, 3)
+                engine.close()
+                del engine
+                self.note("steps", kv=kv, ranks=ranks, step_ms=found[ranks])
+            one, many = found[1], found[self.args.ranks]
+            self.note("steps", kv=kv, speedup={case: round(one[case] / many[case], 2) for case in one})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3.8-27b-fp8", help="a shape, or a folder whose shape is taken")
+    parser.add_argument("--small", default="qwen3.5-0.8b", help="the model of `same`")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--limit", default="22GiB", help="of each rank")
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--context", type=int, default=65536)
+    parser.add_argument("--kv-cache-dtype", default="turboquant_k8v4")
+    parser.add_argument("--quantize-embeddings", default="w8", choices=("none", "w8", "fp8"), help="in `fit`")
+    parser.add_argument("--formats", default="fp16,int8_per_token_head,turboquant_k8v4")
+    parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--parts", default="same,fit,steps")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--out", type=Path)
+    run = Run(args := parser.parse_args(arguments))
+    name = torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu"
+    run.note("start", device=name, ranks=args.ranks, torch=torch.__version__,
+             date=datetime.now(UTC).isoformat(timespec="seconds"))  # fmt: skip
+    known: dict[str, Callable[[], None]] = {"same": run.same, "fit": run.fit, "steps": run.steps}
+    for part in args.parts.split(","):
+        begin = time.monotonic()
+        try:
+            known[part]()
+        except Exception as error:
+            traceback.print_exc()
+            run.note(part, failed=f"{type(error).__name__}: {error}"[:500])
+        run.note(part, seconds=round(time.monotonic() - begin, 1))
+
+
+if __name__ == "__main__":
+    main()
