@@ -48,6 +48,44 @@ def test_concurrent_streams_equal_single_ones(tmp_path: Path) -> None:
     run(main())
 
 
+def test_with_an_interval_steps_come_together(tmp_path: Path) -> None:
+    """The first token and the end at once, what lies between in as few pieces as the interval says; nothing is lost."""
+
+    async def outputs(interval: float) -> list[tuple[int, ...]]:
+        server = AsyncEngine(engine("qwen3", tmp_path, kernels="reference"), interval=interval)
+        pieces = [o.new_token_ids async for o in server.generate(prompt(5), GREEDY)]
+        await server.close()
+        return pieces
+
+    async def main() -> None:
+        each, together = await outputs(0.0), await outputs(3600.0)
+        assert [len(piece) for piece in each] == [1] * 10
+        assert len(together) <= 2  # the first token was told after 0 or after more seconds than the interval
+        assert sum(together, ()) == sum(each, ())
+        assert len(together[0]) == 1
+
+    run(main())
+
+
+def test_what_came_before_a_failure_is_told_apart(tmp_path: Path) -> None:
+    async def main() -> None:
+        running = engine("qwen3", tmp_path, kernels="reference")
+        server = AsyncEngine(running, interval=3600.0)
+        name, stream = await server.submit(prompt(5), SamplingParams(max_tokens=200, ignore_eos=True))
+        first = await anext(stream)
+        while await server.call(lambda e: e.stats.output_tokens) < 3:
+            pass
+        await server.end_request(name)
+        rest = [output async for output in stream]
+        assert len(first.new_token_ids) == 1
+        assert [output.finish_reason for output in rest] == [None, "abort"]
+        assert len(rest[0].new_token_ids) == rest[0].num_output_tokens - 1 >= 1
+        assert rest[1].new_token_ids == ()
+        await server.close()
+
+    run(main())
+
+
 def test_leaving_a_stream_frees_its_slot(tmp_path: Path) -> None:
     async def main() -> None:
         running = engine("qwen3", tmp_path, max_batch_size=1, kernels="reference")

@@ -1,6 +1,6 @@
-"""What a user can set: engine options and sampling parameters. Frozen, validated, unknown names rejected.
+"""What a user can set: engine, sampling and server options. Frozen, validated, unknown names rejected.
 
-The only module that reads environment variables (`POCKETLLM_THREADS`).
+The only module that reads environment variables (`POCKETLLM_THREADS`, `POCKETLLM_API_KEY`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ KVLayout = Literal["paged", "slots"]
 KernelsName = Literal["auto", "reference", "numba", "triton"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "none", "bf16", "w8", "w4"]
+EmbeddingStorage = Literal["none", "w8", "fp8"]
+LogFormat = Literal["text", "json"]
 
 CHUNK_ALIGNMENT = 64  # prefill chunks end on multiples of this, so the chunked delta rule sums in one order
 
@@ -74,16 +76,17 @@ class EngineOptions(_Checked):
     page_size           tokens per page, a power of two from 16
     dtype               compute type; auto: float32 on a CPU, bfloat16 on a GPU
     quantization        weights: auto keeps the file's own storage, none decodes to the compute type, else re-encodes
+    quantize_embeddings w8, fp8: embedding and output head, if they are plain in the file, at half of bfloat16's size
     kernels             backend; auto picks the fastest for the device
     device              auto, cpu, cuda or cuda:N
-    tensor_parallel     ranks that share the model
+    tensor_parallel     ranks that share the model, each a process with a GPU of its own (on a CPU: with some threads)
     prefill_chunk       most prompt tokens computed in one step, a multiple of 64: bounds how long others wait
     max_queue           requests that may wait for a slot; one more is refused
     max_draft_tokens    most drafted tokens a verify pass checks per slot
     num_snapshots       recurrent-state snapshots kept per engine (hybrid models)
     attention_window    0: every token sees all before it; N: only the last N (and the sinks). Changes the model's results
     attention_sinks     first tokens that stay visible beyond the window
-    memory_limit        bytes the engine may take; None: what the device has free
+    memory_limit        bytes a rank may take (on a GPU the allocator refuses more); None: what the device has free
     load_format         auto, or dummy: random weights of the right shape
     threads             CPU threads; None: one per core
     seed                for dummy weights, and for requests that give no seed of their own
@@ -97,6 +100,7 @@ class EngineOptions(_Checked):
     page_size: int = 256
     dtype: Dtype = "auto"
     quantization: Quantization = "auto"
+    quantize_embeddings: EmbeddingStorage = "none"
     kernels: KernelsName = "auto"
     device: str = "auto"
     tensor_parallel: int = 1
@@ -141,6 +145,7 @@ class EngineOptions(_Checked):
         _choice("kv_layout", self.kv_layout, get_args(KVLayout))
         _choice("dtype", self.dtype, get_args(Dtype))
         _choice("quantization", self.quantization, get_args(Quantization))
+        _choice("quantize_embeddings", self.quantize_embeddings, get_args(EmbeddingStorage))
         _choice("kernels", self.kernels, get_args(KernelsName))
         _choice("load_format", self.load_format, get_args(LoadFormat))
         _require(
@@ -246,3 +251,52 @@ class SamplingParams(_Checked):
                 isinstance(bias, int | float) and not math.isnan(bias) and bias != math.inf,
                 f"logit_bias[{token}] = {bias!r}: must be a number (-inf forbids the token)",
             )
+
+
+@dataclass(frozen=True)
+class ServerOptions(_Checked):
+    """Settings of the HTTP server.
+
+    host, port          where it listens; port 0: any free one
+    api_keys            a request must carry one of them; empty: POCKETLLM_API_KEY (comma-separated), else none is needed
+    served_names        names clients may give as `model`, the first is the one shown; empty: the model's own name
+    max_body            bytes of the largest request body
+    max_choices         most choices (prompts x n) one request may ask for
+    keep_alive          seconds of silence in a stream before a comment is sent
+    stream_interval     seconds between two events of a stream, at least: each takes time from the engine. Steps that take
+                        longer are not held up, nor are first tokens and ends; 0: an event a token
+    shutdown_timeout    seconds that running requests get to finish after SIGTERM
+    log_format          text, or json: a JSON object a line
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_names: tuple[str, ...] = ()
+    max_body: int = 32 * 2**20
+    max_choices: int = 64
+    keep_alive: float = 10.0
+    stream_interval: float = 0.02
+    shutdown_timeout: float = 30.0
+    log_format: LogFormat = "text"
+
+    def __post_init__(self) -> None:
+        _require(
+            _is_int(self.port) and 0 <= self.port < 65536, f"port = {self.port!r}: must be a whole number below 65536"
+        )
+        for name in ("max_body", "max_choices"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= 1, f"{name} = {value!r}: must be a whole number, at least 1")
+        _require(self.keep_alive > 0, f"keep_alive = {self.keep_alive}: must be above 0")
+        for name in ("shutdown_timeout", "stream_interval"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, f"{name} = {value}: must be at least 0")
+        _choice("log_format", self.log_format, get_args(LogFormat))
+        for name in ("api_keys", "served_names"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            _require(all(getattr(self, name)), f"{name}: must not hold an empty text")
+
+    def keys(self) -> tuple[str, ...]:
+        """The keys that are accepted: the option, else POCKETLLM_API_KEY; none: requests need no key."""
+        text = os.environ.get("POCKETLLM_API_KEY", "")
+        return self.api_keys or tuple(key.strip() for key in text.split(",") if key.strip())

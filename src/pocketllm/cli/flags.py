@@ -1,4 +1,4 @@
-"""`EngineOptions` and `SamplingParams` as command-line flags: the one table of each, and how a command takes them.
+"""The options of `options` as command-line flags: the one table of each class, and how a command takes them.
 
 A flag that is not given leaves the option's own default. Values are checked where they are checked for everybody, in
 `options`; its errors speak of option names, and `in_flags` turns those into flags.
@@ -19,12 +19,15 @@ from typer.core import TyperCommand
 from pocketllm.errors import OptionError
 from pocketllm.options import (
     Dtype,
+    EmbeddingStorage,
     EngineOptions,
     KernelsName,
     KVLayout,
     LoadFormat,
+    LogFormat,
     Quantization,
     SamplingParams,
+    ServerOptions,
     parse_bytes,
 )
 
@@ -65,16 +68,18 @@ ENGINE_FLAGS = (
     Flag("dtype", "--dtype", "Compute type; auto: float32 on a CPU, bfloat16 on a GPU.", metavar=_choices(Dtype)),
     Flag("quantization", "--quantization", "Storage of the weights; auto: as in the file, none: decoded at load.",
          metavar=_choices(Quantization)),
+    Flag("quantize_embeddings", "--quantize-embeddings", "Plain embeddings and output head at half their size.",
+         metavar=_choices(EmbeddingStorage)),
     Flag("kernels", "--kernels", "Kernel backend; auto: the fastest for the device.", metavar=_choices(KernelsName)),
     Flag("device", "--device", "Where the engine runs; auto: the first GPU, else the CPU.",
          metavar="auto|cpu|cuda|cuda:N"),
-    Flag("tensor_parallel", "--tensor-parallel", "GPUs that share the model.", int),
+    Flag("tensor_parallel", "--tensor-parallel", "Ranks that share the model: a GPU each (on a CPU, a process each).", int),
     Flag("prefill_chunk", "--prefill-chunk", "Most prompt tokens in one step, a multiple of 64.", int),
     Flag("max_draft_tokens", "--max-draft-tokens", "Most drafted tokens a verify pass checks per slot.", int),
     Flag("num_snapshots", "--snapshots", "Recurrent-state snapshots kept (hybrid models).", int),
     Flag("attention_window", "--attention-window", "See only the last N tokens (0: all). Changes results.", int),
     Flag("attention_sinks", "--attention-sinks", "First tokens that stay visible beyond the window.", int),
-    Flag("memory_limit", "--memory", "Memory the engine may take, such as 6GiB (default: what is free).",
+    Flag("memory_limit", "--memory", "Memory each rank may take, such as 6GiB (default: what is free).",
          parse=parse_bytes, metavar="SIZE"),
     Flag("load_format", "--load-format", "dummy: random weights of the right shape.", metavar=_choices(LoadFormat)),
     Flag("threads", "--threads", "CPU threads (default: POCKETLLM_THREADS, or one per core).", int),
@@ -99,15 +104,31 @@ SAMPLING_FLAGS = (
     Flag("logprobs", "--logprobs", "With --json: log-probabilities of each token and the N likeliest.", int),
 )  # fmt: skip
 
-PLAN_ONLY = (
-    "tensor_parallel",
-    "max_draft_tokens",
-    "num_snapshots",
-)  # counted by a plan, of no use to the other commands
+SERVER_FLAGS = (
+    Flag("host", "--host", "Address to listen on; 0.0.0.0: reachable from other machines.", metavar="ADDRESS"),
+    Flag("port", "--port", "Port to listen on; 0: any free one.", int),
+    Flag("api_keys", "--api-key", "A key that requests must carry; repeatable. Also: POCKETLLM_API_KEY.", list[str], tuple,
+         metavar="KEY"),
+    Flag("served_names", "--served-model-name", "Name of the model in the API; repeatable.", list[str], tuple,
+         metavar="NAME"),
+    Flag("max_body", "--max-body", "Size of the largest request.", parse=parse_bytes, metavar="SIZE"),
+    Flag("max_choices", "--max-choices", "Most choices one request may ask for.", int),
+    Flag("keep_alive", "--keep-alive", "Seconds of silence in a stream before a comment is sent.", float),
+    Flag("stream_interval", "--stream-interval", "Seconds between two events of a stream, at least; 0: an event a token.",
+         float),
+    Flag("shutdown_timeout", "--shutdown-timeout", "Seconds that running requests get to finish.", float),
+    Flag("log_format", "--log-format", "Log lines for people, or as JSON.", metavar=_choices(LogFormat)),
+)  # fmt: skip
+QUEUE_FLAG = Flag("max_queue", "--max-queue", "Requests that may wait for a slot; one more gets status 429.", int)
 
-_NAMES = {flag.option: flag.name for flag in (*ENGINE_FLAGS, *SAMPLING_FLAGS)}
+PLAN_ONLY = ("max_draft_tokens", "num_snapshots")  # counted by a plan, of no use to the other commands
+
+_NAMES = {flag.option: flag.name for flag in (*ENGINE_FLAGS, *SAMPLING_FLAGS, *SERVER_FLAGS, QUEUE_FLAG)}
 _DEFAULTS = {
-    f.name: f.default for cls in (SamplingParams, EngineOptions) for f in fields(cls) if f.default is not MISSING
+    f.name: f.default
+    for cls in (ServerOptions, SamplingParams, EngineOptions)
+    for f in fields(cls)
+    if f.default is not MISSING
 }
 
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -44,8 +45,14 @@ def _send(loop: asyncio.AbstractEventLoop, news: Sequence[tuple[_Listener, Reque
 class AsyncEngine:
     """Starts the engine's thread at construction; `close` ends it and aborts what still runs."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, interval: float = 0.0) -> None:
+        """interval: seconds between two wake-ups of the event loop, at least: each takes a core from the engine for a while.
+        What steps produce meanwhile comes as one output a request; first tokens and ends wait for nothing. 0: every step is
+        told at once."""
         self._engine = engine
+        self._interval = interval
+        self._held: dict[str, list[RequestOutput]] = {}  # of the engine's thread, as are the listeners
+        self._told = 0.0  # when the event loop was last woken
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, _Listener] = {}  # of the engine's thread
         self._failure: Exception | None = None
@@ -156,15 +163,18 @@ class AsyncEngine:
         engine = self._engine
         engine.kernels.set_num_threads(engine.options.num_threads())  # torch keeps it per thread
         try:
-            while self._drain(wait=not engine.has_work or engine.stalled):
+            while self._drain():
                 self._dispatch(engine.step())
         except Exception as error:  # not of one request (those are results): the engine's own state is in doubt
             self._failure = error
         self._end_all()
 
-    def _drain(self, *, wait: bool) -> bool:
-        """Run what was sent; False once the engine is to close. wait: sleep until something is sent."""
+    def _drain(self) -> bool:
+        """Run what was sent; False once the engine is to close. With nothing to compute, sleeps until something is sent."""
         while True:
+            wait = not self._engine.has_work or self._engine.stalled
+            if wait:
+                self._tell()
             try:
                 function = self._inbox.get(block=wait)
             except queue.Empty:
@@ -172,24 +182,42 @@ class AsyncEngine:
             if function is None:
                 return False
             function()
-            wait = False
 
     def _dispatch(self, outputs: Sequence[RequestOutput]) -> None:
-        news: dict[asyncio.AbstractEventLoop, list[tuple[_Listener, RequestOutput | Exception]]] = {}
+        urgent = False
         for output in outputs:
-            listener = self._listeners.get(output.request_id)
+            held = self._held.setdefault(output.request_id, [])
+            if held and output.error is None and output.finish_reason != "abort":
+                held[-1] = held[-1].then(output)
+            else:  # what was generated before a request failed is told apart from that
+                held.append(output)
+            urgent |= output.finished or output.num_output_tokens == len(output.new_token_ids)
+        if urgent or time.perf_counter() - self._told >= self._interval:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Everything that is held, to those who listen."""
+        if not self._held:
+            return
+        news: dict[asyncio.AbstractEventLoop, list[tuple[_Listener, RequestOutput | Exception]]] = {}
+        for request_id, outputs in self._held.items():
+            listener = self._listeners.get(request_id)
             if listener is not None:
-                news.setdefault(listener.loop, []).append((listener, output))
-                if output.finished:
-                    del self._listeners[output.request_id]
+                news.setdefault(listener.loop, []).extend((listener, output) for output in outputs)
+                if outputs[-1].finished:
+                    del self._listeners[request_id]
+        self._held.clear()
         for loop, items in news.items():
             _send(loop, items)
+        self._told = time.perf_counter()
 
     def _abandon(self, request_id: str) -> None:
         self._listeners.pop(request_id, None)
+        self._held.pop(request_id, None)
         self._engine.end_request(request_id)
 
     def _end_all(self) -> None:
+        self._tell()
         for request_id, listener in list(self._listeners.items()):
             output = self._engine.end_request(request_id) if self._failure is None else None
             item = output or PocketLLMError(f"the engine has failed: {self._failure}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
@@ -79,3 +79,8 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def then(self, later: RequestOutput) -> RequestOutput:
+        """This output and the one of the request's next step as one."""
+        tokens, logprobs = self.new_token_ids + later.new_token_ids, self.logprobs + later.logprobs
+        return replace(later, new_token_ids=tokens, logprobs=logprobs)
