@@ -196,6 +196,7 @@ def variants() -> dict[str, KVFormat]:
         V16("v16", even),
         KV_FORMATS[CURRENT],
         Variant("cubic .0035", cubic(0.0035)),
+        Variant("cubic .0055", cubic(0.0055)),
         Variant("cubic .0075", cubic(0.0075)),
         Variant("cubic .0075, 8 fits", cubic(0.0075), fits=8),
         Variant("cubic .0055, 2 starts, 1 fit", cubic(0.0055), starts=two, fits=1),
