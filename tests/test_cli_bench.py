@@ -19,7 +19,7 @@ from tiny_models import make
 ROW = {
     "slots", "context", "kv", "filled", "step_ms", "tok_s", "prefill_tok_s", "bytes_per_step", "share_of_bandwidth",
 }  # fmt: skip
-FACTS = {"model", "kernels", "device", "threads", "bandwidth", "steps", "prompt", "date", "rows"}
+FACTS = {"model", "kernels", "device", "threads", "tensor_parallel", "bandwidth", "steps", "prompt", "date", "rows"}
 
 
 @pytest.fixture(scope="module")

@@ -206,7 +206,9 @@ def test_the_key_bias_comes_back(kv_format: KVFormat, dim: int) -> None:
     arguments = (ints(0, 1), ints(150, 40), dim**-0.5, EVERYTHING)
     assert error(kernels.attend(kv, q, *arguments), reference.attend(kv, q, *arguments)) < 2.5e-3
     packed = (ints(0, 1), ints(0, 3, 6), ints(150, 40), dim**-0.5, EVERYTHING)
-    assert error(kernels.prefill(kv, q.flatten(0, 1), *packed), reference.prefill(kv, q.flatten(0, 1), *packed)) < 2.5e-3
+    assert (
+        error(kernels.prefill(kv, q.flatten(0, 1), *packed), reference.prefill(kv, q.flatten(0, 1), *packed)) < 2.5e-3
+    )
     assert error(kernels.dequantize(kv, 1, 40)[0], reference.dequantize(kv, 1, 40)[0]) < 1e-5
 
 

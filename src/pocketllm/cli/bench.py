@@ -53,12 +53,12 @@ def bench(
 ) -> None:
     """Measure prefill and full decode steps, sampling included.
 
-    --json keys: model, kernels, device, threads, bandwidth (bytes/s this machine reads, measured in this run), steps,
-    prompt, date, and rows, each with slots, context, kv, filled (prefill or random), step_ms (median), tok_s (all
-    slots), prefill_tok_s, bytes_per_step, share_of_bandwidth. A single row's keys stand at the top too.
+    --json keys: model, kernels, device, threads, tensor_parallel, bandwidth (bytes/s this machine reads, measured in
+    this run), steps, prompt, date, and rows, each with slots, context, kv, filled (prefill or random), step_ms (median),
+    tok_s (all slots), prefill_tok_s, bytes_per_step, share_of_bandwidth. A single row's keys stand at the top too.
 
-    bytes_per_step: the weights a step reads (linear layers, head, one embedding row a slot; of a sparse layer at most
-    slots x top_k experts), the KV of all contexts, and the recurrent state, read and written.
+    bytes_per_step, of one rank: the weights a step reads (linear layers, head, one embedding row a slot; of a sparse
+    layer at most slots x top_k experts), the KV of all contexts, and the recurrent state, read and written.
     """
     if fill not in ("auto", "prefill", "random"):
         raise OptionError(f"--fill {fill!r}: choose one of auto, prefill, random")

@@ -53,6 +53,7 @@ class Bench:
             "kernels": self._kernels.name,
             "device": str(self._device),
             "threads": self._options.num_threads(),
+            "tensor_parallel": self._options.tensor_parallel,
             "bandwidth": self._bandwidth,
             "steps": self._steps,
             "prompt": self._prompt,
@@ -71,6 +72,7 @@ class Bench:
         try:
             return self._measure(engine, context)
         finally:
+            engine.close()
             del engine
             gc.collect()  # the next row's plan counts on this memory
 

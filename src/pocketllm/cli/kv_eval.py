@@ -19,8 +19,8 @@ from pocketllm.options import EngineOptions
 if TYPE_CHECKING:
     from pocketllm.cache.formats import KVFormat
 
-# The measurement sets these itself; a layout changes no value.
-_OWN = ("max_batch_size", "max_context", "kv_tokens", "kv_cache_dtype", "kv_layout")
+# The measurement sets these itself, or (layout, ranks) they change no value.
+_OWN = ("max_batch_size", "max_context", "kv_tokens", "kv_cache_dtype", "kv_layout", "tensor_parallel")
 
 
 @with_flags("given", without(ENGINE_FLAGS, *PLAN_ONLY, *_OWN), lambda **given: given, quantization="none")

@@ -14,6 +14,8 @@ from pocketllm.cli.flags import EngineCommand
 from pocketllm.cli.generate import generate
 from pocketllm.cli.kv_eval import kv_eval
 from pocketllm.cli.plan import plan
+from pocketllm.cli.serve import serve
+from pocketllm.cli.top import top
 
 app = typer.Typer(
     help="Qwen inference for several long conversations at once. Without MODEL, commands use a small embedded model.",
@@ -41,8 +43,9 @@ def _root(
     pass
 
 
-for function in (demo, generate, chat, plan, bench, kv_eval):
+for function in (demo, generate, chat, serve, plan, bench, kv_eval):
     app.command(cls=EngineCommand)(command(function))
+app.command()(command(top))
 
 
 def main() -> None:

@@ -118,7 +118,6 @@ def _hub_config(repo: str) -> Any:
         ) from None
 
 
-_PARTS = ("weights", "kv", "state", "tables", "sampler", "logits", "graphs", "workspace", "runtime")
 _MEANINGS = {
     "weights": "as they are kept in memory",
     "state": "recurrent state of all slots",
@@ -129,13 +128,6 @@ _MEANINGS = {
     "workspace": "intermediates of the largest pass",
     "runtime": "the device's libraries (assumed)",
 }
-
-
-def _bytes_of(plan: MemoryPlan) -> dict[str, int]:
-    return {
-        name: plan.kv.nbytes if name == "kv" else plan.state.nbytes if name == "state" else getattr(plan, name)
-        for name in _PARTS
-    }
 
 
 def _show(
@@ -152,7 +144,7 @@ def _show(
     parts.add_column(justify="right")
     parts.add_column(style="dim")
     meanings = {**_MEANINGS, "kv": f"{plan.kv_tokens} tokens in {kv.num_pages} pages of {kv.page_size}"}
-    for name, size in _bytes_of(plan).items():
+    for name, size in plan.parts.items():
         if size:
             parts.add_row(name, gib(size), meanings[name])
     parts.add_section()
@@ -191,7 +183,7 @@ def _as_json(
         "kv_cache_dtype": plan.kv.kv_format.name,
         "kv_layout": plan.kv.layout,
         "tensor_parallel": options.tensor_parallel,
-        **_bytes_of(plan),
+        **plan.parts,
         "total": plan.total,
         "budget": plan.budget,
         "left": plan.left,
