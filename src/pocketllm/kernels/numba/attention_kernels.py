@@ -21,6 +21,7 @@ from pocketllm.kernels.numba.attention_tiles import (
     clear_split,
     load_tile,
     merge_split,
+    prefetch_tile,
     scratch_layout,
     weight_sum,
 )
@@ -129,11 +130,12 @@ def _attend_items(begin, end, core, cache, bias, batch, mask, scale, signs, max_
         if split * SPLIT >= kv_len:
             continue
         first = (i * q_len * num_heads + head * group) * dim * 4
+        table = cache[1] + 4 * load_i32(slot_ids + 4 * i) * cache[2]
+        prefetch_tile(core, cache[0], table, cache[4], cache[3], head, split * SPLIT, kv_len)
         prepare_queries(
             core, q + first, 4 * dim, group, 4 * num_heads * dim, num_rows, scale, signs, bias, head, blocks, memory,
             memory + 4 * layout[-1],
         )  # fmt: skip
-        table = cache[1] + 4 * load_i32(slot_ids + 4 * i) * cache[2]
         first_row = (kv_len - q_len) * group
         _run_split(
             core, cache, table, bias, head, blocks, split * SPLIT, first_row, num_rows, kv_len - 1, group, mask, memory,

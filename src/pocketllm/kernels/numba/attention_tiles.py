@@ -183,6 +183,15 @@ def _first_row(table, position, page_shift, kv_heads):  # type: ignore[no-untype
 
 
 @njit
+def prefetch_tile(core, planes, table, kv_heads, page_shift, head, start, end):  # type: ignore[no-untyped-def]
+    """Asks for the tile that begins at `start`, as far as there are tokens: nothing else asks ahead for a split's first."""
+    for first in range(start, min(start + tile_tokens(core), end), 16):
+        base = _first_row(table, first, page_shift, kv_heads) + head
+        for t in range(min(16, end - first)):
+            prefetch_row(core, planes, base + t * kv_heads)
+
+
+@njit
 def load_tile(  # type: ignore[no-untyped-def]
     core, planes, table, kv_heads, page_shift, head, start, count, end, memory, layout
 ):
