@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from hypothesis import strategies as st
+
 from pocketllm.text.chat import ChatTemplate
 from pocketllm.text.output_parser import OutputParser, make_output_parser
 
@@ -71,3 +73,9 @@ def read(parser: OutputParser, pieces) -> tuple[str, str, list[tuple[str, str]]]
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"s": "x"}}\n</tool_call>'
 XML = "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>"
 CALL = ("f", '{"s": "x"}')
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)

@@ -52,6 +52,15 @@ def test_a_format_keeps_what_it_promises(fmt: KVFormat, head_dim: int) -> None:
     assert fmt.bytes_per_token(head_dim) == sum(p[0, 0].nbytes for p in planes)
 
 
+def test_four_bits_of_v_are_not_short_of_it() -> None:
+    """v . decode(v) = |v|^2: attention averages errors away, but not a scale that is always too small."""
+    torch.manual_seed(5)
+    v = torch.randn(400, 1, 64)
+    fmt = KV_FORMATS["turboquant_k8v4"]
+    _, got = fmt.decode(fmt.encode(v, v), 64)
+    torch.testing.assert_close((got * v).sum(-1), v.square().sum(-1), rtol=1e-4, atol=0)
+
+
 @each_format
 def test_zeros_and_extremes_survive(fmt: KVFormat) -> None:
     k = torch.zeros(3, 1, 64)

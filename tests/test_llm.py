@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,12 @@ def test_wrong_calls_are_refused(llm: LLM) -> None:
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(RequestError):
         llm.chat([{"role": "user"}])
+
+
+def test_building_an_engine_leaves_torchs_compiler_alone(embedded_model: Path) -> None:
+    """Importing it takes over a second, and an accident is enough: joining meta tensors, a dispatch mode's wrapper."""
+    code = (
+        "import sys; from pocketllm import LLM, SamplingParams; llm = LLM(sys.argv[1], max_batch_size=1, max_context=256);"
+        "llm.generate('Hello', SamplingParams(max_tokens=2)); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(embedded_model)], check=True)

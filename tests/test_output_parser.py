@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from answer_formats import CALL, HERMES, TEMPLATES, XML, parser_of, read
+from answer_formats import CALL, HERMES, TEMPLATES, XML, json_values, parser_of, read
 from pocketllm.errors import RequestError
 from pocketllm.text.chat import ChatTemplate
 from pocketllm.text.json_scanner import as_json
 from pocketllm.text.markup import markup_of, opens_thinking
 from pocketllm.text.output_parser import make_output_parser
 from pocketllm.text.stream import TextStream
-from pocketllm.text.typed_values import json_of, types_of
 from tagged_tokenizer import TAGS, tagged_tokenizer
 from test_text_chat import QWEN_STYLE
 
@@ -201,13 +200,6 @@ def bare(text):
     return "".join(text.replace("<think>", "").replace("</think>", "").split())
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=8,
-)
-
-
 @settings(max_examples=120, deadline=None)
 @given(
     st.lists(st.dictionaries(st.text(max_size=6), json_values, max_size=4), min_size=1, max_size=3),
@@ -375,103 +367,3 @@ def test_tags_reach_the_parser_even_as_control_tokens(control):
     assert read(parser, pieces) == ("", "a", [CALL])
     shown = TextStream(tokenizer).push(tokenizer.encode(text))
     assert ("<think>" in shown) is not control
-
-
-# -- JSON and types ----------------------------------------------------------------------------------------------------
-
-json_pieces = st.sampled_from(
-    [
-        '{"a": 1}',
-        "{",
-        "}",
-        "[",
-        "]",
-        '"',
-        ":",
-        ",",
-        "1",
-        "0",
-        "-",
-        ".5",
-        "e+1",
-        "true",
-        "null",
-        " ",
-        "\n",
-        "\\",
-        "u00e9",
-        "n",
-    ]
-)
-
-
-def refuse(word):
-    raise ValueError(word)
-
-
-@settings(max_examples=600, deadline=None)
-@given(st.one_of(st.lists(json_pieces, max_size=10).map("".join), json_values.map(json.dumps)))
-def test_json_is_what_python_takes_for_json(text):
-    try:
-        value = json.loads(text, strict=False, parse_constant=refuse)
-    except ValueError:
-        assert as_json(text) is None
-    else:
-        assert json.loads(as_json(text)) == value
-
-
-def test_json_of_a_kind():
-    assert as_json(" {} ", "{[") == "{}"
-    assert as_json("1", "{[") is None
-    assert as_json("[" * 100_000 + "]" * 100_000) is not None  # no recursion
-    assert as_json("9" * 10_000) is not None
-
-
-ROOT = {"$defs": {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}}}
-
-
-@pytest.mark.parametrize(
-    ("schema", "types"),
-    [
-        (None, ("string",)),
-        ({"type": "string"}, ("string",)),
-        ({"type": ["integer", "null"]}, ("integer", "null")),
-        ({"enum": ["a", 1, None, True, 2.5]}, ("string", "integer", "null", "boolean", "number")),
-        ({"const": [1]}, ("array",)),
-        ({"$ref": "#/$defs/n"}, ("integer",)),
-        ({"$ref": "#/$defs/a~1b"}, ("null",)),
-        ({"anyOf": [{"$ref": "#/$defs/n"}, {"oneOf": [{"type": "object"}]}]}, ("integer", "object")),
-        ({"$ref": "#/$defs/loop"}, ("null", "boolean", "number", "object", "array", "string")),
-        ({"$ref": "#/$defs/missing"}, ("null", "boolean", "number", "object", "array", "string")),
-        (True, ("null", "boolean", "number", "object", "array", "string")),
-    ],
-)
-def test_types_of_a_schema(schema, types):
-    assert types_of(schema, ROOT) == types
-
-
-@pytest.mark.parametrize(
-    ("text", "schema", "expected"),
-    [
-        ("5", {"type": "string"}, '"5"'),
-        ("5", {"type": "integer"}, "5"),
-        ("5.0", {"type": "integer"}, "5"),
-        ("5.5", {"type": "integer"}, '"5.5"'),
-        ("1e400", {"type": "number"}, "1e400"),
-        ("NaN", {"type": "number"}, '"NaN"'),
-        ("Infinity", True, '"Infinity"'),
-        ("007", {"type": "integer"}, '"007"'),
-        ("False", {"type": "boolean"}, "false"),
-        ("yes", {"type": "boolean"}, '"yes"'),
-        ("null", {"type": ["string", "null"]}, "null"),
-        ("5", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, '"5"'),
-        ('{"a": 1}', {"type": ["string", "object"]}, '{"a": 1}'),
-        ('{"a": "x\ny"}', {"type": "object"}, '{"a": "x\\ny"}'),
-        ("{'a': 1}", {"type": "object"}, "\"{'a': 1}\""),
-        ("[1]", {"type": "object"}, '"[1]"'),
-        ("5", {}, "5"),
-        (" a ", {}, '" a "'),
-    ],
-)
-def test_texts_become_the_type_their_schema_asks_for(text, schema, expected):
-    assert json_of(text, types_of(schema, {})) == expected
