@@ -12,6 +12,7 @@ import argparse
 import datetime
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def sdpa_prefill() -> dict[str, float]:
         for label, bias in (("", causal_lower_right(NEW, CACHED + NEW)), (" without its mask", None)):
             try:
                 with sdpa_kernel(backend):
-                    call = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)  # noqa: B023, E731
+                    call = partial(F.scaled_dot_product_attention, q, k, v, attn_mask=bias, enable_gqa=True)
                     call()
                     times[backend.name + label] = time_graph([call], 3)
             except RuntimeError as error:

@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -356,7 +357,7 @@ def large_model(report: Report, model: str, formats: list[str], parts: set[str])
             report.part("same", 20, lambda: same_bits(report, engine))
         if "decode" in parts:
             for slots, length in CASES:
-                case = lambda: decode_row(report, engine, slots, length, bandwidth)  # noqa: B023, E731
+                case = partial(decode_row, report, engine, slots, length, bandwidth)
                 report.part(f"decode {slots} x {length}", 20, case)
         if "profile" in parts:
             report.part("profile", 20, lambda: profiles(report, engine, bandwidth))
@@ -365,7 +366,7 @@ def large_model(report: Report, model: str, formats: list[str], parts: set[str])
         del engine
     for kv in formats[1:] if "kv" in parts else ():
         free_memory()
-        report.part(f"kv {kv}", 40, lambda: other_kv(report, model, kv, context, bandwidth))  # noqa: B023
+        report.part(f"kv {kv}", 40, partial(other_kv, report, model, kv, context, bandwidth))
 
 
 def other_kv(report: Report, model: str, kv: str, context: int, bandwidth: float) -> None:

@@ -42,8 +42,13 @@ def cubic(c: float) -> Tensor:
 
 def lloyd_max() -> Tensor:
     """The 16 levels with the least mean squared error for a standard normal variable, found by Lloyd's iteration."""
-    pdf = lambda x: torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)  # noqa: E731
-    cdf = lambda x: (1 + torch.erf(x / math.sqrt(2))) / 2  # noqa: E731
+
+    def pdf(x: Tensor) -> Tensor:
+        return torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    def cdf(x: Tensor) -> Tensor:
+        return (1 + torch.erf(x / math.sqrt(2))) / 2
+
     table = torch.linspace(-2.7, 2.7, 16, dtype=torch.float64)
     for _ in range(3000):
         middle = (table[1:] + table[:-1]) / 2
