@@ -1,7 +1,6 @@
 """Times the matrix products on one GPU at the shapes of Qwen3.5-27B, and writes rows to results/h200-linear.json.
 
     python benchmarks/gpu_linear.py [--seconds N] [--out FILE]
-    python benchmarks/gpu_linear.py --tune [--table FILE]
 
 First every product is checked at its true shape: against float32, and a row alone against the same row among others, bit
 for bit. Then: `step`, the products of a whole decode step (64 layers of distinct weights and the head, in one CUDA graph);
@@ -10,8 +9,7 @@ each shape by itself, over enough copies that no L2 holds them; and many rows, b
 `predicted_us` what was expected before the first run (see `predicted`). Sections are independent: one that fails is
 reported, and the others go on; none begins after --seconds; the file is written anew after each.
 
---tune instead tries tile sizes and splits at 8 rows, and prints those that beat the default by 2% and more as entries for
-`shapes` of the device's table; with --table it writes them there.
+`gpu_linear_tune` finds sizes for few rows.
 """
 
 from __future__ import annotations
@@ -20,11 +18,10 @@ import argparse
 import datetime
 import itertools
 import json
-import re
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,7 @@ from pocketllm.kernels import reference
 from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.triton.linear import few_rows_with, many_rows_with
 from pocketllm.kernels.triton.linear_fp8 import library_product, quantize, tile_product
-from pocketllm.kernels.triton.linear_tuning import LinearTable, ProductConfig, TileConfig, linear_table, product_config
+from pocketllm.kernels.triton.linear_tuning import LinearTable, TileConfig, linear_table, product_config
 from pocketllm.kernels.triton.tune import time_graph
 from pocketllm.kernels.triton.tuning import multiprocessors
 from pocketllm.kernels.types import LinearWeight
@@ -249,57 +246,6 @@ def time_many(report: Report, name: str, weight: LinearWeight, rows: int) -> Non
     report.add(flops=2.0 * rows * n * k, part=name, n=n, k=k, rows=rows, way="as chosen", us=us)
 
 
-def candidates(n: int, k: int, halves: int, block_k: int) -> Iterable[ProductConfig]:
-    """Sizes worth a try; those whose programs are far too few, or splits many more than fit, are passed over."""
-    sms, outputs = multiprocessors(DEVICE), n // halves
-    shapes = ((32, 2), (64, 4), (128, 4), (128, 8))
-    for (block_n, warps), stages, splits in itertools.product(shapes, (4, 6), (1, 2, 3, 4, 6, 8, 12)):
-        programs = -(-outputs // block_n) * splits
-        enough = sms <= programs and (splits == 1 or programs <= 8 * sms)
-        if enough and splits * 4 * block_k <= k and splits * halves <= 12:
-            yield ProductConfig(block_n, block_k, warps, stages, splits)
-
-
-def tune_shape(report: Report, name: str, weights: list[LinearWeight], gated: bool) -> dict[str, Any] | None:
-    """The best sizes at 8 rows as an entry of a table, if they beat the default by more than noise."""
-    (n, k), fmt, halves = weights[0].shape, weights[0].format.name, 2 if gated else 1
-    table, x = linear_table(DEVICE), inputs(8, k)
-    default = product_config(table, multiprocessors(DEVICE), fmt, n, k, halves)
-
-    def time_of(config: ProductConfig, repeats: int) -> float:
-        try:
-            return time_graph([partial(few_rows_with, config, table, x, w, gated) for w in weights], repeats)
-        except Exception as failure:  # does not fit the device
-            print(f"no {config}: {str(failure).splitlines()[0][:100]}", flush=True)
-            return float("inf")
-
-    tried = dict.fromkeys([default, *candidates(n, k, halves, default.block_k)])
-    quick = sorted(tried, key=lambda config: time_of(config, 3))
-    times = {config: time_of(config, 9) for config in dict.fromkeys([*quick[:4], default])}
-    for config, us in times.items():
-        label = "default" if config == default else "tune"
-        report.add(weights[0].nbytes, part=f"{label} {name}", us=us, **asdict(config))
-    best = min(times, key=lambda config: times[config])
-    return {"format": fmt, "n": n, "k": k} | asdict(best) if times[best] < 0.98 * times[default] else None
-
-
-def tune(report: Report, layers: list[dict[str, LinearWeight]], head: list[LinearWeight], path: Path | None) -> None:
-    entries: list[dict[str, Any]] = []
-    cases = [(name, copies(layers, name), gated) for name, (_, _, gated, _) in SHAPES.items()] + [("head", head, False)]
-    for name, weights, gated in cases:
-
-        def section(name: str = name, weights: list[LinearWeight] = weights, gated: bool = gated) -> None:
-            entry = tune_shape(report, name, weights, gated)
-            entries.extend([entry] if entry else [])
-
-        report.attempt(f"tune {name}", section)
-    listed = ",".join(f"\n      {json.dumps(entry)}" for entry in entries)
-    print(listed, flush=True)
-    if path is not None:
-        shapes = f'"shapes": [{listed}\n    ]' if entries else '"shapes": []'
-        path.write_text(re.sub(r'"shapes": \[[^\]]*\]', shapes, path.read_text()))
-
-
 def sections(report: Report, layers: list[dict[str, LinearWeight]], head: LinearWeight) -> None:
     attempt, chosen = report.attempt, linear_table(DEVICE).early
     for name, (_, _, gated, _) in SHAPES.items():
@@ -323,11 +269,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "h200-linear.json")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    report = Report(copy_bandwidth(), None if options.tune else options.out, options.seconds)
+    report = Report(copy_bandwidth(), options.out, options.seconds)
     torch.cuda.empty_cache()
     print(f"copy {report.bandwidth / 1e12:.3f} TB/s", flush=True)
     layers = [
@@ -338,10 +282,7 @@ def main() -> None:
         }
         for i in range(LAYERS)
     ]
-    if options.tune:
-        tune(report, layers, [random_weight("bf16", *HEAD) for _ in range(2)], options.table)
-    else:
-        sections(report, layers, random_weight("bf16", *HEAD))
+    sections(report, layers, random_weight("bf16", *HEAD))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +20,14 @@ from pocketllm.kernels import reference
 from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.triton.linear import few_rows_with, many_rows_with
 from pocketllm.kernels.triton.linear_fp8 import fits_fp8, library_multiplies, library_product, quantize, tile_product
-from pocketllm.kernels.triton.linear_tuning import LinearTable, linear_table, parse, product_config
+from pocketllm.kernels.triton.linear_pieces import pieces_of
+from pocketllm.kernels.triton.linear_tuning import (
+    LinearTable,
+    ProductConfig,
+    linear_table,
+    parse,
+    product_config,
+)
 from pocketllm.kernels.types import LinearWeight
 from pocketllm.weights.formats import FORMATS, Fp8Block, encode
 
@@ -135,6 +144,17 @@ def test_a_row_does_not_depend_on_the_others(name: str, splits: int) -> None:
         assert same(few_rows_with(config, TABLE, x[first : first + m], weight, False), whole[first : first + m])
 
 
+@every_format
+def test_sizes_that_depend_on_the_number_of_rows(name: str) -> None:
+    k = 640 if GPU else 384
+    weight, x = make(name, 200, k, bias=True), rows(64 if GPU else 20, k, DTYPE)
+    config = ProductConfig(32, 128, warps=2, stages=3, more=((32, 32, 4, 2), (64, 128, 8, 2)))
+    whole = few_rows_with(config, TABLE, x, weight, False)
+    assert error(whole, reference.linear(x.float(), weight)) < LIMITS[DTYPE]
+    for m in (1, 8, 17, 33) if GPU else (1, 9):
+        assert same(few_rows_with(config, TABLE, x[-m:], weight, False), whole[-m:])
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_gated_row_does_not_depend_on_the_others(splits: int) -> None:
     k = 1024 if GPU else 256
@@ -221,9 +241,14 @@ def test_experts_that_differ_are_refused() -> None:
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("early", range(3))
 @pytest.mark.parametrize("what", ["linear", "gated_linear", "moe"])
-def test_a_recorded_product_follows_its_input(what: str) -> None:
+def test_a_recorded_product_follows_its_input(what: str, early: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What starts early must still wait for its input: each product here reads what the one before has written."""
+    table = replace(TABLE, early=early)
+    for name in ("linear", "moe"):  # modules, of which the package's functions have the names
+        module = importlib.import_module(f"pocketllm.kernels.triton.{name}")
+        monkeypatch.setattr(module, "linear_table", lambda device: table)
     run: Callable[[], Tensor]
     x, ids, weights, gate_up, down = mixture("bf16", 4, torch.bfloat16, inner=96)
     weight, square = make("fp8_block", 2 * 512, 512), rows(4, 512, torch.bfloat16)
@@ -285,8 +310,22 @@ def test_every_table_knows_every_format() -> None:
         for config in (*table.defaults.values(), *table.tiles.values(), *table.shapes.values()):
             assert config.block_k % 32 == 0
             assert config.block_n % 16 == 0
+        for config in (*table.defaults.values(), *table.shapes.values()):
+            assert [entry[0] for entry in config.more] == sorted({entry[0] for entry in config.more} & {16, 32, 64})
+            assert all(entry[1] % 16 == 0 for entry in config.more)
         for name, config in (*table.defaults.items(), *((key[0], c) for key, c in table.shapes.items())):
             assert (config.block_k == 128) >= (name == "fp8_block")  # a tile has one scale a row
+
+
+def test_what_is_in_flight_fits_the_shared_memory() -> None:
+    """227 KiB of a multiprocessor of Hopper, for every number of blocks of 8 rows. (Triton keeps a stage less in memory.)"""
+    for table in tables().values():
+        configs = [*table.defaults.items(), *((key[0], config) for key, config in table.shapes.items())]
+        for (name, config), blocks, halves in itertools.product(configs, (1, 2, 4, 8), (1, 2)):
+            bits, item = pieces_of(make(name, 32, 128)).bits, 4 if name == "fp32" else 2
+            sized = config.for_rows(blocks, halves, bits, item)
+            stage = sized.block_k * (sized.block_n * halves * bits // 8 + blocks * 8 * item)
+            assert (sized.stages - 1) * stage <= 227 * 1024
 
 
 def test_narrow_weights_are_split_and_wide_ones_are_not() -> None:

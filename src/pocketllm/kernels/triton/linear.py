@@ -8,7 +8,9 @@ more        16-bit weights in x's type: the library's. FP8 blocks, where the dev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -25,6 +27,7 @@ from pocketllm.kernels.types import LinearWeight
 
 SMALL_BATCH = 64  # rows up to which a row's result does not depend on the number of rows
 BLOCK_ROWS = 8  # rows of one product of tensor cores there
+Memory = Callable[[tuple[int, ...]], Tensor]  # shape -> a float32 tensor to write to
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -49,7 +52,7 @@ def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if len(x) <= SMALL_BATCH:
         return _few_rows(x, weight, gated=True)
     out = torch.empty(len(x), weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-    return merge(_many_rows(x, weight)[None], None, out, gated=True, early=linear_table(x.device).early)
+    return merge(_many_rows(x, weight)[None], None, out, gated=True, early=linear_table(x.device).early_for(len(x)))
 
 
 def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
@@ -77,21 +80,55 @@ def _few_rows(x: Tensor, weight: LinearWeight, gated: bool) -> Tensor:
     return few_rows_with(config, table, x, weight, gated)
 
 
-def few_rows_with(config: ProductConfig, table: LinearTable, x: Tensor, weight: LinearWeight, gated: bool) -> Tensor:
-    """A product of up to 64 rows (in float32 of any number) with given sizes, as the tuner calls it."""
-    n, num_rows, bits = weight.shape[0], len(x), pieces_of(weight).bits
-    out = torch.empty(num_rows, n // 2 if gated else n, dtype=x.dtype, device=x.device)
+def few_rows_with(
+    config: ProductConfig,
+    table: LinearTable,
+    x: Tensor,
+    weight: LinearWeight,
+    gated: bool,
+    memory: Memory | None = None,
+) -> Tensor:
+    """A product of up to 64 rows (in float32 of any number) with given sizes, as the tuner calls it.
+
+    With `memory`, of at least one row, not added up and without the bias: [splits, M, N] float32 that it gave.
+    """
+    if memory is not None:
+        return _partial_sums(config, table, x, weight, memory)
+    n = weight.shape[0]
+    out = torch.empty(len(x), n // 2 if gated else n, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    blocks = 1 << (-(-min(num_rows, SMALL_BATCH) // BLOCK_ROWS) - 1).bit_length()
-    fused = gated and config.splits == 1
-    config = config.for_rows(blocks, 2 if fused else 1, bits, x.element_size())
     if config.splits == 1:
-        _launch(x, weight, weight.bias, out, config, BLOCK_ROWS, blocks, gated, table.early)
+        _launch_few(x, weight, weight.bias, out, config, gated, table)
         return out
-    part = torch.empty(config.splits, num_rows, n, dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, part, config, BLOCK_ROWS, blocks, False, table.early)
-    return merge(part, weight.bias, out, gated, table.early)
+    part = _partial_sums(config, table, x, weight, partial(torch.empty, dtype=torch.float32, device=x.device))
+    return merge(part, weight.bias, out, gated, table.early_for(len(x)))
+
+
+def _partial_sums(config: ProductConfig, table: LinearTable, x: Tensor, weight: LinearWeight, memory: Memory) -> Tensor:
+    """[splits, M, N] float32, to be added in order."""
+    part = memory((config.splits, len(x), weight.shape[0]))
+    _launch_few(x, weight, None, part, config, False, table)
+    return part
+
+
+def _launch_few(
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    config: ProductConfig,
+    gated: bool,
+    table: LinearTable,
+) -> None:
+    blocks = _blocks(min(len(x), SMALL_BATCH))
+    config = config.for_rows(blocks, 2 if gated else 1, pieces_of(weight).bits, x.element_size())
+    _launch(x, weight, bias, out, config, BLOCK_ROWS, blocks, gated, table)
+
+
+def _blocks(num_rows: int) -> int:
+    """Of 8 rows, a power of two."""
+    return 1 << (-(-num_rows // BLOCK_ROWS) - 1).bit_length()
 
 
 def merge(part: Tensor, bias: Tensor | None, out: Tensor, gated: bool, early: int) -> Tensor:
@@ -120,7 +157,7 @@ def many_rows_with(config: TileConfig, table: LinearTable, x: Tensor, weight: Li
     """A product of many rows with given sizes, weights decoded in registers."""
     out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
     sizes = ProductConfig(config.block_n, config.block_k, config.warps, config.stages)
-    _launch(x, weight, weight.bias, out, sizes, config.rows, 1, False, table.early)
+    _launch(x, weight, weight.bias, out, sizes, config.rows, 1, False, table)
     return out
 
 
@@ -133,13 +170,15 @@ def _launch(
     rows: int,
     blocks: int,
     gated: bool,
-    early: int,
+    table: LinearTable,
 ) -> None:
     pieces, (n, k) = pieces_of(weight), weight.shape
-    columns = -(-n // (2 if gated else 1) // config.block_n)
+    columns, early = -(-n // (2 if gated else 1) // config.block_n), table.early_for(len(x))
+    one_scale = 128 % config.block_n == 0 and (not gated or n % 256 == 0)  # a half starts where a scale does
     product_kernel[(-(-len(x) // (rows * blocks)), columns, config.splits)](
         x, planes_of(weight), bias, out, len(x), n, k,
-        PARTIAL=config.splits > 1, GATED=gated, ROWS=rows, BLOCKS=blocks, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        PARTIAL=out.dim() == 3, GATED=gated, ROWS=rows, BLOCKS=blocks, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         EVEN_K=k % config.block_k == 0, PARTS=pieces.parts, DTYPE=TYPES[x.dtype], LOAD=pieces.load,
-        SCALE=pieces.scale, EARLY=early, num_warps=config.warps, num_stages=config.stages, launch_pdl=early > 0,
+        SCALE=pieces.scale, ONE_SCALE=one_scale, EARLY=early, num_warps=config.warps, num_stages=config.stages,
+        launch_pdl=early > 0,
     )  # fmt: skip

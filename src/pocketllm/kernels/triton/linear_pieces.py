@@ -19,26 +19,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pocketllm.kernels.triton.numerics import INTERPRETED, fp8_over_256, int8_to_fp16
+from pocketllm.kernels.triton.numerics import INTERPRETED, fp8_over_256
 from pocketllm.kernels.types import LinearWeight
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 # e4m3 is bf16 with 4 bits of exponent and of fraction less: the sign apart, (b & 0x7f) << 4, to be taken 2^120 times.
-# That product is exact, subnormal numbers included. (Hopper has no conversion from e4m3 to bf16.)
+# That product is exact, subnormal numbers included. (Hopper has no conversion from e4m3 to bf16.) A byte is placed below
+# one of eight copies of its sign, so that the shift leaves a sign at the top; the others are cut out.
 _FP8_TO_BF16 = tl.constexpr("""{
-.reg .b32 high, low, scale, zero;
-shr.b32 high, $2, 4;
-and.b32 high, high, 0x07070707;
-lop3.b32 high, $2, 0x80808080, high, 0xea;
-shl.b32 low, $2, 4;
-and.b32 low, low, 0xf0f0f0f0;
+.reg .b32 scale;
 mov.b32 scale, 0x7b807b80;
-mov.b32 zero, 0x80008000;
-prmt.b32 $0, low, high, 0x5140;
-prmt.b32 $1, low, high, 0x7362;
-fma.rn.bf16x2 $0, $0, scale, zero;
-fma.rn.bf16x2 $1, $1, scale, zero;
+prmt.b32 $0, $2, 0, 0x9180;
+prmt.b32 $1, $2, 0, 0xb3a2;
+shl.b32 $0, $0, 4;
+shl.b32 $1, $1, 4;
+and.b32 $0, $0, 0x87f087f0;
+and.b32 $1, $1, 0x87f087f0;
+mul.rn.bf16x2 $0, $0, scale;
+mul.rn.bf16x2 $1, $1, scale;
 }""")
 
 # A nibble as the third byte of 128.0 in float32, where the last bit is worth 1.
@@ -54,6 +53,16 @@ prmt.b32 $3, t, c, 0x7344;
 }"""
 _LOW_NIBBLES = tl.constexpr(_NIBBLES_AND_128.replace("SHIFT", "0"))
 _HIGH_NIBBLES = tl.constexpr(_NIBBLES_AND_128.replace("SHIFT", "4"))
+# A byte, 128 added, likewise as the second byte of 32768.0.
+_INT8_AND_32896 = tl.constexpr("""{
+.reg .b32 t, c;
+xor.b32 t, $4, 0x80808080;
+mov.b32 c, 0x47000000;
+prmt.b32 $0, t, c, 0x7404;
+prmt.b32 $1, t, c, 0x7414;
+prmt.b32 $2, t, c, 0x7424;
+prmt.b32 $3, t, c, 0x7434;
+}""")
 _FOUR_OF_FOUR = tl.constexpr("=&r,=&r,=&r,=&r,r")
 
 
@@ -64,7 +73,8 @@ class WeightPieces:
     load(planes, rows, k, K, BLOCK_K, DTYPE, EVEN_K)   columns k .. k + BLOCK_K - 1 of rows [N] int64 -> a tuple of
             `parts` tiles [N, BLOCK_K / parts] in DTYPE; zeros from column K on. EVEN_K says that there are none
     scale(planes, rows, block, K, DTYPE)    what to multiply a row's sum over columns 128 block .. 128 block + 127 by,
-            [N] float32; None if `load` gives the weights themselves
+            [N] float32 (or, for one row, a number); it is the same for rows 128 i .. 128 i + 127. None if `load` gives the
+            weights themselves
     block_k   columns a tile must span; None: any number that is a multiple of 32
     bits      a weight's, about: decides the size of tiles
     """
@@ -133,9 +143,13 @@ def scale_fp8(planes, rows, block, K, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_w8(planes, rows, k, K, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr, EVEN_K: tl.constexpr):
-    codes = int8_to_fp16(_tile(planes[0], rows, k, K, BLOCK_K, EVEN_K))
+    codes = _tile(planes[0], rows, k, K, BLOCK_K, EVEN_K)
     scale = _per_group(planes[1], rows, k, K, BLOCK_K // 32, 32, EVEN_K)
-    return ((codes.to(tl.float32) * scale).to(DTYPE),)
+    if _INTERPRETED:
+        return ((codes.to(tl.float32) * scale).to(DTYPE),)
+    shifted = tl.inline_asm_elementwise(_INT8_AND_32896, _FOUR_OF_FOUR, [codes], dtype=tl.float32, is_pure=True, pack=4)
+    # Exact in float32, as a fused product and sum rounds once: 32896 scale has 20 bits, the weight 19.
+    return (tl.fma(shifted, scale, -32896.0 * scale).to(DTYPE),)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Tile sizes and splits of the products: the `linear` entry of each device's table beside this file.
 
-They depend on a weight's format and shape and on the device, never on a batch: with the splits they say in which order a
-row is summed. What only concerns speed (warps, stages) may depend on the number of rows.
+Tiles along K and splits depend on a weight's format and shape and on the device, never on a batch: they say in which order
+a row is summed. What only concerns speed (outputs of a program, warps, stages) may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ MOST_SPLITS = 16
 class ProductConfig:
     """A product of up to 64 rows. block_n: outputs of a program; block_k: columns of a tile; stages: tiles in flight.
 
-    splits: over how many programs the sum over K is spread.
+    splits  over how many programs the sum over K is spread
+    more    for more rows: [16, 32 or 64, block_n, warps, stages] each. Rows of x are read again by every program, so
+            that more of them want programs of more outputs
     """
 
     block_n: int
@@ -30,16 +32,18 @@ class ProductConfig:
     warps: int
     stages: int
     splits: int = 1
+    more: tuple[tuple[int, int, int, int], ...] = ()
 
     def for_rows(self, blocks: int, halves: int, bits: int, item: int) -> ProductConfig:
         """For `blocks` blocks of 8 rows of `item` bytes an element: with as many stages as fit (Triton keeps one fewer in
-        memory), and warps enough that a thread has no more than 64 sums."""
-        stage = self.block_k * (self.block_n * halves * bits // 8 + blocks * 8 * item)
-        sums = self.block_n * halves * blocks * 8
-        warps = self.warps
-        while sums > 64 * 32 * warps and warps < 8:
+        memory), and, where `more` does not say, warps enough that a thread has no more than 32 sums."""
+        rows, sizes = blocks * 8, {entry[0]: entry[1:] for entry in self.more}
+        block_n, warps, stages = sizes.get(rows, (self.block_n, self.warps, self.stages))
+        stage = self.block_k * (block_n * halves * bits // 8 + rows * item)
+        room = SHARED if block_n * halves <= 128 else 2 * SHARED  # such a program is alone on its multiprocessor
+        while rows not in sizes and block_n * halves * rows > 32 * 32 * warps and warps < 8:
             warps *= 2
-        return replace(self, stages=max(min(self.stages, SHARED // stage + 1), 2), warps=warps)
+        return replace(self, block_n=block_n, warps=warps, stages=max(min(stages, room // stage + 1), 2))
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ class LinearTable:
     """What a device's file says.
 
     early       when a kernel lets the next one start (programmatic dependent launch, from Hopper on): 0 once it has ended,
-                1 once its sums are complete, 2 once it runs. Then the next one's first weights come while this one ends
+                1 once its sums are complete, 2 once it runs and has its input. Then the next one's programs are there
+                when this one ends
+    early_rows  rows of a pass up to which it does: with more, programs that wait take room from those that run
     library     let the library multiply e4m3 by e4m3 (else `fp8_tile`); it can on Hopper only
     programs    programs a multiprocessor should get; splits are added until there are that many
     defaults    format -> sizes; `shapes`: what was found better for (format, N, K)
@@ -67,6 +73,7 @@ class LinearTable:
     """
 
     early: int
+    early_rows: int
     library: bool
     programs: int
     defaults: dict[str, ProductConfig]
@@ -74,18 +81,28 @@ class LinearTable:
     tiles: dict[str, TileConfig]
     fp8_tile: TileConfig
 
+    def early_for(self, num_rows: int) -> int:
+        """`early`, of a pass of so many rows."""
+        return self.early if num_rows <= self.early_rows else 0
+
+
+def _product_config(sizes: dict[str, Any]) -> ProductConfig:
+    more = tuple(tuple(entry) for entry in sizes.pop("more", ()))
+    return ProductConfig(**sizes, more=more)
+
 
 def parse(entry: dict[str, Any]) -> LinearTable:
     shapes = {}
     for shape in entry["shapes"]:
         sizes = dict(shape)
         key = sizes.pop("format"), sizes.pop("n"), sizes.pop("k")
-        shapes[key] = ProductConfig(**sizes)
+        shapes[key] = _product_config(sizes)
     return LinearTable(
         early=entry["early"],
+        early_rows=entry["early_rows"],
         library=entry["library"],
         programs=entry["programs"],
-        defaults={name: ProductConfig(**sizes) for name, sizes in entry["defaults"].items()},
+        defaults={name: _product_config(sizes) for name, sizes in entry["defaults"].items()},
         shapes=shapes,
         tiles={name: TileConfig(**sizes) for name, sizes in entry["tiles"].items()},
         fp8_tile=TileConfig(**entry["fp8_tile"]),

@@ -33,17 +33,19 @@ def moe(
     counts = torch.zeros(len(gate_up), dtype=torch.int32, device=x.device)
     counts.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int32))
     rows = FEW_ROWS if num_rows <= SMALL_BATCH else MANY_ROWS
-    inner = _experts(table, x, gate_up, order, counts, top_k, rows, gated=True)
-    y = _experts(table, inner, down, order, counts, 1, rows, gated=False)
+    early = table.early_for(num_rows)
+    inner = _experts(table, early, x, gate_up, order, counts, top_k, rows, gated=True)
+    y = _experts(table, early, inner, down, order, counts, 1, rows, gated=False)
     combine_kernel[(-(-x.shape[1] // 256), num_rows)](
-        y, expert_weights.contiguous(), out, x.shape[1], TOP_K=top_k, BLOCK=256, EARLY=table.early, num_warps=2,
-        launch_pdl=table.early > 0,
+        y, expert_weights.contiguous(), out, x.shape[1], TOP_K=top_k, BLOCK=256, EARLY=early, num_warps=2,
+        launch_pdl=early > 0,
     )  # fmt: skip
     return out
 
 
 def _experts(
     table: LinearTable,
+    early: int,
     x: Tensor,
     experts: Sequence[LinearWeight],
     order: Tensor,
@@ -63,8 +65,8 @@ def _experts(
         x, planes_of(first), _offsets(experts), order, counts, out, len(experts), n, k,
         TOP_K=top_k, EXPERTS=max(1 << (len(experts) - 1).bit_length(), 2), GATED=gated, ROWS=rows,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, EVEN_K=k % config.block_k == 0, PARTS=pieces.parts,
-        DTYPE=TYPES[x.dtype], LOAD=pieces.load, SCALE=pieces.scale, EARLY=table.early, num_warps=config.warps,
-        num_stages=config.stages, launch_pdl=table.early > 0,
+        DTYPE=TYPES[x.dtype], LOAD=pieces.load, SCALE=pieces.scale, EARLY=early, num_warps=config.warps,
+        num_stages=config.stages, launch_pdl=early > 0,
     )  # fmt: skip
     return out
 
