@@ -16,6 +16,7 @@ from pocketllm.cli.kv_eval import kv_eval
 from pocketllm.cli.plan import plan
 from pocketllm.cli.serve import serve
 from pocketllm.cli.top import top
+from pocketllm.cli.tune import tune
 
 app = typer.Typer(
     help="Qwen inference for several long conversations at once. Without MODEL, commands use a small embedded model.",
@@ -46,6 +47,7 @@ def _root(
 for function in (demo, generate, chat, serve, plan, bench, kv_eval):
     app.command(cls=EngineCommand)(command(function))
 app.command()(command(top))
+app.command()(command(tune))
 
 
 def main() -> None:

@@ -26,25 +26,28 @@ from pocketllm.kernels.triton.tuning import (
 )
 from pocketllm.kernels.types import AttentionMask, LayerKV
 
-BLOCK_ROWS, MOST_BLOCKS = (
-    8,
-    4,
-)  # query rows (heads of a group x queries) of a block; blocks that share a tile of K and V
+ROWS = 8  # query rows of a block: the fewest a product takes
+FLOAT32_TOKENS = 32  # most of a tile where products run in float32
 LOG2E = 1.4426950408889634
+LONG = 2048  # tokens of a chunk from which on decoding K and V for the library pays (`prefill_library`)
+BUFFER = 64 * 2**20  # bytes of K and V decoded for it
+# Whether the compiler may contract a product and a sum to one instruction where it likes. It likes otherwise in kernels
+# compiled for other numbers of rows or sequences, and then their results differ in the last bit. Kernels say `tl.fma`.
+FUSION = False
 PARTIALS = 128 * 2**20  # bytes of unmerged splits held at a time; more slots are taken in several launches
 
 
 @cache
-def _pieces_of(codec: TritonCodec, head_dim: int) -> TritonPieces:
+def _codec_pieces(codec: TritonCodec, head_dim: int) -> TritonPieces:
     return codec.triton_pieces(head_dim)
 
 
-def _pieces(kv: LayerKV) -> TritonPieces:
-    return _pieces_of(cast(TritonCodec, kv.codec), kv.head_dim)
+def pieces_of(kv: LayerKV) -> TritonPieces:
+    return _codec_pieces(cast(TritonCodec, kv.codec), kv.head_dim)
 
 
 @cache
-def _signs(pieces: TritonPieces, device: torch.device) -> Tensor | None:
+def signs_of(pieces: TritonPieces, device: torch.device) -> Tensor | None:
     return None if pieces.signs is None else pieces.signs.to(device)
 
 
@@ -54,7 +57,7 @@ def _padded(n: int) -> int:
 
 def _config(kv: LayerKV) -> AttentionConfig:
     token_bytes = sum(p.shape[3] * p.element_size() for p in kv.planes)
-    if _pieces(kv).dtype == torch.float32:  # tiles are as large as those of a format stored so
+    if pieces_of(kv).dtype == torch.float32:  # tiles are as large as those of a format stored so
         token_bytes = max(token_bytes, 2 * kv.head_dim * 4)
     return attention_config(kv.planes[0].device, kv.head_dim, token_bytes)
 
@@ -73,8 +76,8 @@ def _heads(x: Tensor) -> Tensor:
 
 
 def append(kv: LayerKV, k: Tensor, v: Tensor, token_slots: Tensor, positions: Tensor) -> None:
-    pieces, (num_tokens, kv_heads, head_dim) = _pieces(kv), k.shape
-    signs, k, v = _signs(pieces, k.device), _heads(k), _heads(v)
+    pieces, (num_tokens, kv_heads, head_dim) = pieces_of(kv), k.shape
+    signs, k, v = signs_of(pieces, k.device), _heads(k), _heads(v)
     append_kernel[(num_tokens, kv_heads)](
         k, v, k.stride(0), v.stride(0), kv.planes, kv.block_table, kv.block_table.shape[1], token_slots, positions,
         signs, HK=kv_heads, D=head_dim, DP=_padded(head_dim), PAGE=kv.page_size, ROTATED=signs is not None,
@@ -83,8 +86,8 @@ def append(kv: LayerKV, k: Tensor, v: Tensor, token_slots: Tensor, positions: Te
 
 
 def dequantize(kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
-    pieces, kv_heads, device = _pieces(kv), kv.planes[0].shape[2], kv.planes[0].device
-    signs = _signs(pieces, device)
+    pieces, kv_heads, device = pieces_of(kv), kv.planes[0].shape[2], kv.planes[0].device
+    signs = signs_of(pieces, device)
     k = torch.empty(kv_len, kv_heads, kv.head_dim, device=device)
     v = torch.empty_like(k)
     if kv_len:
@@ -97,15 +100,35 @@ def dequantize(kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _rotate(x: Tensor, out: Tensor, signs: Tensor, back: bool) -> Tensor:
+def rotate(x: Tensor, out: Tensor, signs: Tensor, back: bool) -> Tensor:
     """Each row of x [..., D] rotated, or rotated back, into `out`."""
     head_dim = x.shape[-1]
     rotate_kernel[(x.numel() // head_dim,)](x, out, signs, D=head_dim, DP=_padded(head_dim), BACK=back, num_warps=1)
     return out
 
 
-def attend(kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor, scale: float, mask: AttentionMask) -> Tensor:
-    return attend_with(_config(kv), kv, q, slot_ids, kv_lens, scale, mask)
+def stored_queries(kv: LayerKV, q: Tensor) -> Tensor:
+    """q [..., D] in the storage's basis and, if that is a rotated one, the products' type."""
+    signs = signs_of(pieces_of(kv), q.device)
+    return q if signs is None else rotate(q, torch.empty_like(q, dtype=pieces_of(kv).dtype), signs, back=False)
+
+
+def attend(
+    kv: LayerKV,
+    q: Tensor,
+    slot_ids: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    mask: AttentionMask,
+    gate: Tensor | None = None,
+    stored_q: Tensor | None = None,
+) -> Tensor:
+    """`kernels.protocol.Kernels.attend`, and two things that save launches.
+
+    gate      [n, Q, Hq, D], neighbouring numbers along D: the result is multiplied by its sigmoid
+    stored_q  `stored_queries(kv, q)`, where an earlier kernel has made it
+    """
+    return attend_with(_config(kv), kv, q, slot_ids, kv_lens, scale, mask, gate, stored_q)
 
 
 def attend_with(
@@ -116,59 +139,74 @@ def attend_with(
     kv_lens: Tensor,
     scale: float,
     mask: AttentionMask,
+    gate: Tensor | None = None,
+    stored_q: Tensor | None = None,
 ) -> Tensor:
     """`attend` with given tile sizes, as the tuner calls it."""
     n, q_len, num_heads, head_dim = q.shape
-    blocks = min(-(-num_heads // kv.planes[0].shape[2] * q_len // BLOCK_ROWS), MOST_BLOCKS)
-    chosen = config.attend if blocks == 1 else config.verify
+    chosen = config.attend if num_heads // kv.planes[0].shape[2] * q_len <= ROWS else config.verify
     max_splits = -(-kv.block_table.shape[1] * kv.page_size // chosen.split)
     at_a_time = max(PARTIALS // (q_len * num_heads * max_splits * (head_dim + 2) * 4), 1)
     q = q.contiguous()
+    stored_q = stored_queries(kv, q) if stored_q is None else stored_q
+    gate = None if gate is None else gate.flatten(0, 1)
     out = torch.empty_like(q)
     for i in range(0, n, at_a_time):
         part = slice(i, min(i + at_a_time, n))
-        _attend(kv, q[part], slot_ids[part], kv_lens[part], scale, mask, out[part], chosen, blocks, max_splits)
+        part_gate = None if gate is None else gate[part.start * q_len : part.stop * q_len]
+        _attend(
+            kv, q[part], stored_q[part], slot_ids[part], kv_lens[part], scale, mask, part_gate, out[part], chosen,
+            max_splits,
+        )  # fmt: skip
     return out
 
 
 def _attend(
     kv: LayerKV,
     q: Tensor,
+    stored_q: Tensor,
     slot_ids: Tensor,
     kv_lens: Tensor,
     scale: float,
     mask: AttentionMask,
+    gate: Tensor | None,
     out: Tensor,
     config: AttendConfig,
-    blocks: int,
     max_splits: int,
 ) -> None:
     n, q_len, num_heads, head_dim = q.shape
-    pieces, device = _pieces(kv), q.device
-    signs = _signs(pieces, device)
+    pieces, device, kv_heads = pieces_of(kv), q.device, kv.planes[0].shape[2]
+    signs = signs_of(pieces, device)
     rows = n * q_len * num_heads
     half, padded = _half(kv), _padded(head_dim)
-    part_out = torch.empty(rows, max_splits, head_dim, dtype=torch.float32, device=device)
+    part_dtype = torch.float16 if pieces.scaled else torch.float32
+    part_out = torch.empty(rows, max_splits, head_dim, dtype=part_dtype, device=device)
     part_sums = torch.empty(rows, max_splits, 2, dtype=torch.float32, device=device)
-    stored_q = q if signs is None else _rotate(q, torch.empty_like(q, dtype=pieces.dtype), signs, back=False)
+    block_n = min(config.block_n, kv.page_size, FLOAT32_TOKENS if pieces.dtype == torch.float32 else config.block_n)
+    blocks = -(-num_heads // kv_heads * q_len // ROWS)
+    # Products in float32 and a key bias's terms leave no registers for a second block.
+    most = config.blocks if half == 0 and pieces.dtype.itemsize == 2 else 1
+    blocks = -(-blocks // -(-blocks // most))  # of a piece of work, all of about one size
+    as_stored = all(p.dtype == pieces.dtype for p in kv.planes)
+    unpack = not as_stored and pieces.dtype.itemsize == 2
     split_kernel[(config.programs * multiprocessors(device),)](
         stored_q, q, kv.planes, kv.block_table, kv.block_table.shape[1], slot_ids, kv_lens, n, *_bias(kv),
         part_out, part_sums, max_splits, scale * LOG2E,
-        Q=q_len, HQ=num_heads, HK=kv.planes[0].shape[2], D=head_dim, DP=padded, PAGE=kv.page_size,
-        SPLIT=config.split, BLOCKS=blocks, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
+        Q=q_len, HQ=num_heads, HK=kv_heads, D=head_dim, DP=padded, PAGE=kv.page_size,
+        SPLIT=config.split, M=ROWS, BLOCKS=blocks, BLOCK_N=block_n, NP=max(_padded(n), 8),
         WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
         DTYPE=getattr(tl, str(pieces.dtype).removeprefix("torch.")), SCALED=pieces.scaled,
-        LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, num_warps=config.warps, num_stages=config.stages,
-        maxnreg=config.registers,
+        LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, WIDTHS=tuple(p.shape[3] for p in kv.planes),
+        UNPACK=unpack, HALVES=config.halves and unpack and padded >= 128,
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=FUSION,
     )  # fmt: skip
-    merged = out if signs is None else torch.empty_like(out, dtype=torch.float32)
-    chunk = min(padded, 64)
+    chunk = min(padded, 64) if signs is None else padded
+    gate_strides = (0, 0) if gate is None else gate.stride()[:2]
     merge_kernel[(rows, padded // chunk)](
-        part_out, part_sums, kv_lens, merged, max_splits, ROWS=q_len * num_heads, D=head_dim, CHUNK=chunk,
-        SPLIT=config.split, SPLITS=_padded(max_splits), BLOCK=64, num_warps=4,
+        part_out, part_sums, kv_lens, signs, gate, *gate_strides, out, max_splits, ROWS=q_len * num_heads,
+        HQ=num_heads, D=head_dim, DP=padded, CHUNK=chunk, SPLIT=config.split, BLOCK=min(32, 8192 // chunk),
+        num_warps=4 if chunk <= 64 else 8, num_stages=1, enable_fp_fusion=FUSION,
     )  # fmt: skip
-    if signs is not None:
-        _rotate(merged, out, signs, back=True)
 
 
 def prefill(
@@ -195,13 +233,11 @@ def prefill_with(
 ) -> Tensor:
     """`prefill` with given tile sizes, as the tuner calls it."""
     num_tokens, num_heads, head_dim = q.shape
-    pieces, n = _pieces(kv), len(slot_ids)
-    signs, kv_heads, half = _signs(pieces, q.device), kv.planes[0].shape[2], _half(kv)
+    pieces, n = pieces_of(kv), len(slot_ids)
+    signs, kv_heads, half = signs_of(pieces, q.device), kv.planes[0].shape[2], _half(kv)
     q = q.contiguous()
     # The kernel must find q in the products' type: converted there, it would pass through registers at every tile.
-    stored_q = (
-        q.to(pieces.dtype) if signs is None else _rotate(q, torch.empty_like(q, dtype=pieces.dtype), signs, back=False)
-    )
+    stored_q = stored_queries(kv, q).to(pieces.dtype)
     out = torch.empty(q.shape, dtype=q.dtype if signs is None else torch.float32, device=q.device)
     blocks = -(-num_tokens * (num_heads // kv_heads) // config.block_m) + n  # each sequence may leave one part empty
     prefill_kernel[(blocks, kv_heads)](
@@ -210,16 +246,20 @@ def prefill_with(
         BLOCK_M=config.block_m, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
         WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
         SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=FUSION,
     )  # fmt: skip
-    return out if signs is None else _rotate(out, torch.empty_like(q), signs, back=True)
+    return out if signs is None else rotate(out, torch.empty_like(q), signs, back=True)
 
 
 def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
-    """Rotated queries and float32 outputs; or, of decode and verify, the unmerged splits."""
+    """Rotated queries and float32 outputs; of decode and verify the unmerged splits too, of a long chunk what the library
+    is given and a second output."""
     rows = num_heads * q_len
     smallest_split = 256  # of any table
     partials = rows * -(-kv_len // smallest_split) * (head_dim + 2) * 4
-    return rows * head_dim * 10 + min(
-        partials, PARTIALS + num_heads * -(-kv_len // smallest_split) * (head_dim + 2) * 4
+    library = BUFFER + rows * head_dim * 2 if q_len >= LONG else 0
+    return (
+        rows * head_dim * 10
+        + library
+        + min(partials, PARTIALS + num_heads * -(-kv_len // smallest_split) * (head_dim + 2) * 4)
     )

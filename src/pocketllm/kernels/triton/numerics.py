@@ -59,16 +59,51 @@ def fp8_over_256(codes):
 
 
 @triton.jit
-def unpacked_first(tile):
-    """The tile itself, for V of a product over tokens: unpack before shared memory, not behind it.
+def kept_in_place(tile):
+    """The tile itself, for V of a product over tokens: it is then made before the change of layout for that product.
 
-    Such a product reads V transposed from shared memory, which the hardware does fast with 16-bit numbers only. Code that
-    is not pure, though it does nothing, holds Triton from moving the unpacking behind that read. (K, summed over dims, is
-    better unpacked behind it, in the very registers the product reads.)
+    So codes are unpacked before shared memory, not behind it: such a product reads V transposed from
+    shared memory, which the hardware does fast with 16-bit numbers only. (K, summed over dims, is better unpacked behind
+    it, in the very registers the product reads.) V stored in 16 bits takes this way too, else Triton would read it tile by
+    tile instead of ahead. The code does nothing, but is not pure, and so it is not moved.
     """
     if _INTERPRETED or tile.dtype.primitive_bitwidth != 16:
         return tile
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def dims_by_store(x):
+    """x [A, D] with dims in another order, for a product of which they are the rows: see `dim_of_row`.
+
+    A thread that has read 16 codes stores two pieces of 8 numbers. So ordered, the pieces that threads store at a time
+    are neighbours, and no two fall into one bank of shared memory.
+    """
+    A: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, [A, D // 16, 2, 8]), (0, 2, 1, 3)), [A, D])
+
+
+@triton.jit
+def dim_of_row(row, D: tl.constexpr):
+    """Which dim stands at `row` of `dims_by_store`."""
+    return row % (D // 2) // 8 * 16 + row // (D // 2) * 8 + row % 8
+
+
+@triton.jit
+def log2(x):
+    """log2 of positive normal float32 (others need further instructions)."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def inverse(x):
+    """1 / x of positive normal float32, likewise."""
+    if _INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -86,32 +121,21 @@ def round_even(x):
 
 
 @triton.jit
-def exponent(x):
-    """floor(log2 x) of positive normal float32."""
-    return ((x.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
-
-
-@triton.jit
-def _signs(N: tl.constexpr):
-    """The Hadamard matrix [N, N] of Sylvester: (-1)^popcount(i & j)."""
-    i = tl.arange(0, N)
-    p = i[:, None] & i[None, :]
-    p = p ^ (p >> 4)
-    p = p ^ (p >> 2)
-    p = p ^ (p >> 1)
-    return 1.0 - 2.0 * (p & 1).to(tl.float32)
+def _butterflies(x, H: tl.constexpr):
+    """Of every 2 H neighbours of x [N]: the sums of the first H and the last H, then the differences."""
+    N: tl.constexpr = x.shape[0]
+    first, last = tl.split(tl.permute(tl.reshape(x, [N // (2 * H), 2, H]), (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(first + last, first - last), (0, 2, 1)), [N])
 
 
 @triton.jit
 def hadamard(x, D: tl.constexpr, DP: tl.constexpr):
     """Orthonormal Walsh-Hadamard transform of each block of D & -D elements of x [DP] float32; its own inverse.
 
-    The matrix of size HIGH * LOW is the Kronecker product of two small ones: two sums of at most 16 or 32 terms each.
+    Neighbours first: a thread mostly holds a few of them, and then the first steps stay in its registers.
     """
     BLOCK: tl.constexpr = D & -D
-    LOW: tl.constexpr = 16 if BLOCK > 16 else BLOCK
-    HIGH: tl.constexpr = BLOCK // LOW
-    y = tl.reshape(x, [DP // BLOCK, HIGH, LOW])
-    y = tl.sum(y[:, :, :, None] * _signs(LOW)[None, None, :, :], axis=2)
-    y = tl.sum(y[:, :, None, :] * _signs(HIGH)[None, :, :, None], axis=1)
-    return tl.reshape(y, [DP]) * (BLOCK**-0.5)
+    for i in tl.static_range(16):
+        if (1 << i) < BLOCK:
+            x = _butterflies(x, 1 << i)
+    return x * (BLOCK**-0.5)

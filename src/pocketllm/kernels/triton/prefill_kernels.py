@@ -54,7 +54,7 @@ def prefill_kernel(
         queries = tl.load(q + at[:, None] + d[None, :], mask=q_mask, other=0.0)
         if HALF > 0:
             bias_a, bias_b, bias_c = bias_queries(raw_q, at, in_rows, bias, head, HALF, HALFP, D, DP)
-        state = start_state(BLOCK_M, DP, SCALED)
+        state = start_state(BLOCK_M, DP)
         begin = first_tile(0, kv_len - num_queries + block * BLOCK_M // GROUP, BLOCK_N, WINDOW, SINKS)
         end = tl.minimum(kv_len, kv_len - num_queries + (block * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
         for start in range(begin, end, BLOCK_N):
@@ -68,6 +68,6 @@ def prefill_kernel(
                 extra = bias_scores(bias_a, bias_b, bias_c, cos, sin, in_table, HALF, HALFP)
             seen = visible_tokens(position[:, None], tokens[None, :], WINDOW, SINKS)
             state = softmax_step(state, queries, k, k_scale, v, v_scale, extra, seen, scale, SCALED)
-        _, power, total, values = state
-        values = values * (tl.exp2(power) / tl.where(total > 0.0, total, 1.0))[:, None]
+        _, total, values = state
+        values = values * (1.0 / tl.where(total > 0.0, total, 1.0))[:, None]
         tl.store(out + at[:, None] + d[None, :], values.to(out.dtype.element_ty), mask=q_mask)

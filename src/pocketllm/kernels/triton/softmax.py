@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pocketllm.kernels.triton.numerics import dot, exponent
+from pocketllm.kernels.triton.numerics import dot, inverse, log2
 
 
 @triton.jit
@@ -24,11 +24,9 @@ def find_sequence(counts, index, item):
 
 
 @triton.jit
-def start_state(M: tl.constexpr, DP: tl.constexpr, SCALED: tl.constexpr):
-    """(largest score, exponent of V's scale, sum of weights, weighted values) before the first tile."""
-    largest = tl.full([M], float("-inf"), tl.float32)
-    power = tl.full([M], -126.0 if SCALED else 0.0, tl.float32)
-    return largest, power, tl.zeros([M], tl.float32), tl.zeros([M, DP], tl.float32)
+def start_state(M: tl.constexpr, DP: tl.constexpr):
+    """(largest score, sum of weights, weighted values) before the first tile."""
+    return tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, DP], tl.float32)
 
 
 @triton.jit
@@ -53,32 +51,28 @@ def first_tile(start, position, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SIN
 def softmax_step(state, q, k, k_scale, v, v_scale, extra, seen, scale, SCALED: tl.constexpr):
     """Adds a tile of tokens. q [M, DP], k, v [N, DP], extra: score term [M, N] or None, scale includes log2(e).
 
-    V's codes times their scales would leave fp16's range, so weights are multiplied by the scale over 2^power, power
-    being the largest scale's exponent that the row has seen; like the largest score, it rescales the sums as it grows.
+    V's codes times their scales would leave fp16's range, and so may weights times scales. So log2 of V's scale is part
+    of the score: weights times scales are at most 1, whatever the scales, and the sum takes the scale out again.
     """
-    largest, power, total, out = state
+    largest, total, out = state
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
     if SCALED:
-        scores = scores * (k_scale * scale)[None, :]
+        scores = tl.fma(scores, (k_scale * scale)[None, :], log2(v_scale)[None, :])
     else:
         scores = scores * scale
     if extra is not None:
-        scores += extra * scale
+        scores = tl.fma(extra, scale, scores)
     scores = tl.where(seen, scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weights = tl.exp2(scores - reference[:, None])
     shrink = tl.exp2(largest - reference)
-    total = total * shrink + tl.sum(weights, axis=1)
     if SCALED:
-        new_power = tl.maximum(
-            power, tl.max(tl.where(scores == float("-inf"), -126.0, exponent(v_scale)[None, :]), axis=1)
-        )
-        weights = weights * v_scale[None, :] * tl.exp2(-new_power)[:, None]
-        shrink = shrink * tl.exp2(power - new_power)
-        power = new_power
+        total = tl.fma(total, shrink, tl.sum(weights * inverse(v_scale)[None, :], axis=1))
+    else:
+        total = tl.fma(total, shrink, tl.sum(weights, axis=1))
     out = dot(weights.to(v.dtype), v, out * shrink[:, None])
-    return new_largest, power, total, out
+    return new_largest, total, out
 
 
 @triton.jit

@@ -7,10 +7,13 @@ rules alone.
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +25,8 @@ from pocketllm.kernels.types import AttentionMask, LayerKV, PlaneSpec
 
 PAGE = 256
 COLD = 2 * 2**30  # bytes of distinct storage a timed graph walks through, far more than an L2
-SPLITS = (512, 1024)
+SPLITS = (256, 512, 1024)
+SAME = ("split", "block_n", "warps")  # of decode and verify, for their sums to be the same to the last bit
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Case:
 
 
 CASES = (Case(8, 32768), Case(1, 32768), Case(8, 4096))
+VERIFY = Case(8, 32768, 4)
+CHUNK = 4096  # tokens of a prefill
 
 
 def random_layers(
@@ -95,12 +101,12 @@ def attend_calls(
     return [partial(attend_with, config, kv, q, slots, lens, scale, mask) for kv in layers]
 
 
-def attend_candidates() -> Iterable[AttendConfig]:
-    for split, block_n, warps, stages, programs in itertools.product(
-        SPLITS, (32, 64, 128), (2, 4, 8), (3, 4, 5), (1, 2, 3, 4, 6)
-    ):
-        if programs * warps in (8, 12, 16) and block_n >= 16 * warps // 2:  # else too few warps, or too little for each
-            yield AttendConfig(split, block_n, programs, warps, stages)
+def attend_candidates(packed: bool) -> Iterable[AttendConfig]:
+    """For formats that are unpacked, or not."""
+    for split, (block_n, warps), stages in itertools.product(SPLITS, ((64, 4), (32, 2)), (2, 3, 4, 5)):
+        for programs in (1, 2, 3) if warps == 4 else (2, 3, 4):
+            for halves in {False, packed}:
+                yield AttendConfig(split, block_n, programs, warps, stages, halves)
 
 
 def prefill_candidates() -> Iterable[PrefillConfig]:
@@ -168,8 +174,38 @@ def _too_large() -> tuple[type[Exception], ...]:
     return OutOfResources, PTXASError
 
 
+def tune_format(
+    codec: Any,
+    head_dim: int,
+    num_heads: int,
+    kv_heads: int,
+    device: torch.device,
+    note: Callable[[AttendConfig | PrefillConfig, list[float]], None],
+) -> AttentionConfig:
+    """The best sizes for a KV format at a model's heads; `note` hears of each candidate and its microseconds."""
+    cases = {case: random_layers(codec, head_dim, kv_heads, case.slots, case.context, device) for case in CASES}
+    cases[VERIFY] = cases[CASES[0]]
+    nbytes = codec.bytes_per_token(head_dim)
+    attend = tune_attend(cases, num_heads, torch.bfloat16, attend_candidates(nbytes < 4 * head_dim), note)
+    kv = cases[CASES[1]][0]
+    kv_len = kv.block_table.shape[1] * kv.page_size
+    q = torch.randn(min(CHUNK, kv_len), num_heads, head_dim, dtype=torch.bfloat16, device=device)
+    prefill = tune_prefill(kv, q, kv_len, prefill_candidates(), lambda config, time: note(config, [time]))
+    return AttentionConfig(head_dim, nbytes, attend, attend, prefill)
+
+
+def write_table(folder: Path, device: str, table: dict[str, Any], found: Sequence[AttentionConfig]) -> Path:
+    """`table` with what was found in the place of entries for the same sizes, as the folder's file of that device."""
+    entries = {(entry["head_dim"], entry["token_bytes"]): entry for entry in table["attention"]}
+    entries |= {(config.head_dim, config.token_bytes): as_entry(config) for config in found}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
+    path.write_text(json.dumps(table | {"device": device, "attention": list(entries.values())}, indent=1) + "\n")
+    return path
+
+
 def as_entry(config: AttentionConfig) -> dict[str, Any]:
     """The JSON form that `tuning.parse` reads."""
     entry = asdict(config)
-    entry["verify"] = {k: v for k, v in entry["verify"].items() if k not in ("split", "block_n", "warps")}
+    entry["verify"] = {k: v for k, v in entry["verify"].items() if k not in SAME}
     return entry

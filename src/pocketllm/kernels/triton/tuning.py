@@ -1,4 +1,4 @@
-"""Tile and split sizes: one small table per device, found by `tune`, kept as JSON beside this file.
+"""Tile and split sizes: one small table per device, found by `tune`, kept as JSON beside this file or in the user's folder.
 
 The entry depends on the head dimension and on the bytes a token takes, which are fixed when an engine is built, never on
 a batch: the split size is part of what defines a result to the last bit.
@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +20,8 @@ import torch
 class AttendConfig:
     """split: tokens per split; block_n: tokens per tile; programs per multiprocessor; Triton's warps and stages.
 
-    registers: most a thread may have, so that as many programs fit at a time; None: as the compiler likes.
+    halves: unpack V by halves of its dims, for less shared memory and fewer registers.
+    blocks: most blocks of query rows that share a tile.
     """
 
     split: int
@@ -26,7 +29,8 @@ class AttendConfig:
     programs: int
     warps: int
     stages: int
-    registers: int | None = None
+    halves: bool = False
+    blocks: int = 4
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,27 @@ class AttentionConfig:
     head_dim: int
     token_bytes: int  # of one KV head, K and V together
     attend: AttendConfig
-    verify: AttendConfig  # for several row blocks; all that defines a sum (split, block_n, warps) is as in `attend`
+    verify: AttendConfig  # for several blocks of rows; all that defines a sum is as in `attend` (`tune.SAME`)
     prefill: PrefillConfig
 
 
-def parse(text: str) -> tuple[AttentionConfig, ...]:
+def user_folder() -> Path:
+    """Where `pocketllm tune` writes tables; they go before those beside this file."""
+    return Path.home() / ".config" / "pocketllm" / "tuned"
+
+
+def device_table(name: str) -> dict[str, Any]:
+    """The table of the device called so, or the default one, as its file says."""
+    found: dict[str, dict[str, Any]] = {}
+    for folder in (user_folder(), resources.files(__package__) / "tuned"):
+        for file in sorted(folder.iterdir(), key=lambda f: f.name) if folder.is_dir() else ():
+            if file.name.endswith(".json"):
+                table = json.loads(file.read_text())
+                found.setdefault(table["device"], table)
+    return found.get(name, found["default"])
+
+
+def parse(table: dict[str, Any]) -> tuple[AttentionConfig, ...]:
     return tuple(
         AttentionConfig(
             entry["head_dim"],
@@ -55,28 +75,19 @@ def parse(text: str) -> tuple[AttentionConfig, ...]:
             AttendConfig(**(entry["attend"] | entry["verify"])),
             PrefillConfig(**entry["prefill"]),
         )
-        for entry in json.loads(text)["attention"]
+        for entry in table["attention"]
     )
 
 
 @cache
-def _table(device_name: str) -> tuple[AttentionConfig, ...]:
-    folder = resources.files(__package__) / "tuned"
-    for file in sorted(folder.iterdir(), key=lambda f: f.name):
-        if file.name.endswith(".json") and json.loads(text := file.read_text())["device"] == device_name:
-            return parse(text)
-    return parse((folder / "default.json").read_text())
-
-
-@cache
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
 
 
 @cache
 def attention_config(device: torch.device, head_dim: int, token_bytes: int) -> AttentionConfig:
     """The table's entry of this device (or of the default table) nearest in head_dim, then in bytes per token."""
-    table = _table(_device_name(device))
+    table = parse(device_table(device_name(device)))
     return min(table, key=lambda c: (abs(c.head_dim - head_dim), abs(c.token_bytes - token_bytes)))
 
 
