@@ -15,6 +15,7 @@ Each finding is one line of JSON, printed as it comes and added to --out. A part
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import statistics
@@ -183,6 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--parts", default="same,fit,steps")
+    parser.add_argument("--patience", type=float, default=0, help="seconds for a part; then it ends, saying where")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--out", type=Path)
@@ -193,6 +195,8 @@ def main(arguments: list[str] | None = None) -> None:
     known: dict[str, Callable[[], None]] = {"same": run.same, "fit": run.fit, "steps": run.steps}
     for part in args.parts.split(","):
         begin = time.monotonic()
+        if args.patience:  # ranks that wait for each other may wait for ever
+            faulthandler.dump_traceback_later(args.patience, exit=True)
         try:
             known[part]()
         except Exception as error:

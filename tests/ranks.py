@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any
@@ -43,6 +44,9 @@ class ThreadRank(TensorParallel):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return sum_in_rank_order(self.meeting.exchange(self.rank, x))
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self.meeting.exchange(self.rank, x)[0].clone()
 
     def gather(self, x: Tensor) -> Tensor:
         parts = self.meeting.exchange(self.rank, x)
@@ -104,6 +108,9 @@ class ThreadRanks:
         self.failure = self.failure or RankError(f"rank 0: {type(error).__name__}: {error}")
         self._meeting.barrier.abort()
         return self.failure
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """These ranks leave no group."""
 
     def close(self) -> None:
         for channel, thread in zip(self._channels, self._threads, strict=True):

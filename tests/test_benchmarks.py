@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from pocketllm.engine.engine import Engine
+from pocketllm.models.registry import read_model
 from pocketllm.options import SamplingParams
 from tiny_models import make, make_gguf
 
@@ -208,6 +210,23 @@ def test_plot(script, tmp_path, report, panels, lines):
     for circle in root.iter(f"{space}circle"):
         assert 0 < float(circle.get("cx")) < width
         assert 0 < float(circle.get("cy")) < height
+
+
+def test_roofline(script, tmp_path, monkeypatch):
+    """Every row and prefill of the kept report has its point, under the roof."""
+    report = json.loads((FOLDER / "results" / "h200-27b-fp8.json").read_text())
+    monkeypatch.setitem(sys.modules, "plot", script("plot"))
+    module = script("roofline")
+    module.main([str(FOLDER / "results" / "h200-27b-fp8.json"), str(tmp_path / "images" / "roof.svg")])
+    points = len(report["rows"]) + sum(
+        name.startswith("prefill ") and isinstance(x, dict) for name, x in report.items()
+    )
+    svg = (tmp_path / "images" / "roof.svg").read_text()
+    assert len(ElementTree.fromstring(svg).findall("{http://www.w3.org/2000/svg}circle")) == points
+    shares = [int(share) for share in re.findall(r": (\d+)%", svg)]
+    assert len(shares) == points
+    assert all(20 < share < 100 for share in shares)
+    assert 24e9 < module.multiplied(read_model("qwen3.8-27b-fp8", "dummy").config) < 27e9
 
 
 def test_plot_of_another_report(script, tmp_path):

@@ -151,7 +151,7 @@ def test_formats_of_the_caller_leave_no_trace(model: Path) -> None:
 
 def test_engines_share_their_matrices_but_not_their_biases(model: Path) -> None:
     run = KVEval(model, OPTIONS, [KV_FORMATS["fp8"]], window=64)
-    mine, other = (e.runner.model.blocks[1].attention for e in (run.baseline, run.engines["fp8"]))
+    mine, other = (e.runner.model.blocks[1].mixer for e in (run.baseline, run.engines["fp8"]))
     assert mine is not None
     assert other is not None
     (a,), (b,) = mine.qkv_proj.parts, other.qkv_proj.parts

@@ -19,6 +19,7 @@ from pocketllm.kernels.numba import rowwise
 from pocketllm.kernels.numba.moe import mixture
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.parallel import Summands
 
 SHAPES = [(1, 896), (3, 100), (70, 1024), (2, 7)]
 
@@ -41,7 +42,10 @@ def test_rows_match_the_reference(shape: tuple[int, int]) -> None:
     view = part_of_wider_rows(x)
     close(rowwise.rms_norm(view, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
     mine, want = x.flip(0), x.flip(0)
-    close(rowwise.add_rms_norm(view, mine, weight, 1e-6), reference.add_rms_norm(x, want, weight, 1e-6))
+    close(
+        rowwise.add_rms_norm(Summands.of(view), mine, weight, 1e-6),
+        reference.add_rms_norm(Summands.of(x), want, weight, 1e-6),
+    )
     assert torch.equal(mine, want)
     close(rowwise.silu_mul(torch.cat((view, mine), dim=1)), reference.silu_mul(torch.cat((x, mine), dim=1)))
     close(rowwise.sigmoid_mul(view, mine), reference.sigmoid_mul(x, mine))
@@ -80,7 +84,10 @@ def test_other_types_are_returned_as_given(dtype: torch.dtype) -> None:
     x = random(3, 100).to(dtype)
     assert rowwise.rms_norm(x, random(100), 1e-6).dtype == dtype
     mine, want = x.clone(), x.clone()
-    got, expected = rowwise.add_rms_norm(x, mine, random(100), 1e-6), reference.add_rms_norm(x, want, random(100), 1e-6)
+    got, expected = (
+        rowwise.add_rms_norm(Summands.of(x), mine, random(100), 1e-6),
+        reference.add_rms_norm(Summands.of(x), want, random(100), 1e-6),
+    )
     assert torch.equal(mine, want)
     torch.testing.assert_close(got, expected)
 

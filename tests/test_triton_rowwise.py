@@ -9,7 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from pocketllm.kernels import reference
-from pocketllm.kernels.triton import rowwise
+from pocketllm.kernels.triton import rowwise, summands
+from pocketllm.parallel import Summands
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -46,8 +47,8 @@ def test_rms_norm(width: int, dtype: torch.dtype, limit: float) -> None:
 def test_add_rms_norm_adds_in_place(dtype: torch.dtype, limit: float) -> None:
     x, residual, weight = random(3, 200, dtype=dtype), random(3, 200, dtype=dtype, seed=1) * 9, random(200, seed=2)
     wanted_residual, kept = residual.clone(), x.clone()
-    wanted = reference.add_rms_norm(x, wanted_residual, weight, EPS)
-    got = rowwise.add_rms_norm(x, residual, weight, EPS)
+    wanted = reference.add_rms_norm(Summands.of(x), wanted_residual, weight, EPS)
+    got = summands.add_rms_norm(Summands.of(x), residual, weight, EPS)
     assert close(residual, wanted_residual, limit)  # the interpreter cuts floats off where a GPU rounds them
     assert torch.equal(residual, wanted_residual) or (dtype == torch.bfloat16 and not GPU)
     assert close(got, wanted, limit)
@@ -89,9 +90,9 @@ def test_no_rows_are_no_work() -> None:
     """A prefill chunk that asks for no logits leaves none for the last norm."""
     empty = random(0, 64)
     assert rowwise.rms_norm(empty, random(64), EPS).shape == (0, 64)
-    assert rowwise.add_rms_norm(empty, empty.clone(), random(64), EPS).shape == (0, 64)
+    assert summands.add_rms_norm(Summands.of(empty), empty.clone(), random(64), EPS).shape == (0, 64)
 
 
 def test_a_residual_with_gaps_is_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
-        rowwise.add_rms_norm(random(4, 8), random(8, 4).T, random(8), EPS)
+        summands.add_rms_norm(Summands.of(random(4, 8)), random(8, 4).T, random(8), EPS)

@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.request import FinishReason, RequestOutput
-from pocketllm.engine.sampler import TokenLogprobs
+from pocketllm.engine.sampled import TokenLogprobs
 from pocketllm.errors import PocketLLMError, QueueFull, RequestError
 from pocketllm.models.registry import Checkpoint, read_model
 from pocketllm.options import EngineOptions, SamplingParams

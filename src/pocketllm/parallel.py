@@ -62,6 +62,37 @@ def blocks(*parts: Part) -> Part:
     return Part(offset, ((0, offset),) if whole else tuple(ranges))
 
 
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Memory of each rank that the others read in place of a message. Kernels of all ranks meet there by flags."""
+
+    memory: Tensor  # [bytes] uint8: this rank's
+    addresses: Tensor  # [size] int64: each rank's, as this one's device sees it
+    flags: Tensor  # [size] int64: addresses of each rank's flags, [MOST_MEETINGS, size] int32; a flag is 1 from when a
+    rank: int  # kernel has said that its rank's memory is ready until the one it says it to has seen that
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Summands:
+    """A tensor [M, N] that is yet to be added up: over splits of a product, over ranks, or both.
+
+    Whoever reads it next adds, in order and in float32: the parts of a rank, then the ranks' sums.
+    """
+
+    parts: Tensor  # [S, M, N]
+    place: Place | None = None  # where the other ranks' are, in the same order as this rank's; None: these are all
+
+    @classmethod
+    def of(cls, x: Tensor) -> Summands:
+        return cls(x[None])
+
+    @property
+    def single(self) -> Tensor | None:
+        """The tensor itself, if there is nothing to add."""
+        return self.parts[0] if len(self.parts) == 1 and self.place is None else None
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """This process's place in a group of `size` ranks that each hold a shard of every large weight."""
@@ -96,12 +127,30 @@ class TensorParallel:
         """
         return x
 
+    def open_places(self, nbytes: int) -> None:
+        """Called once by all ranks alike: `place` has memory of so many bytes from then on, where the devices allow it."""
+
+    def place(self, index: int, rows: int) -> Place | None:
+        """Where to put summands [.., rows, N] for the others, or None: then `all_reduce` is the way.
+
+        Of two sums that follow each other, each must use another `index`, of 0 to NUM_PLACES - 1: memory may be written
+        again only after all ranks have come to a later sum.
+        """
+        return None
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, on every rank; the others give a tensor of its shape, which may be written to."""
+        return x
+
     def gather(self, x: Tensor) -> Tensor:
         """Columns of all ranks side by side on rank 0: [M, K] -> [M, size * K]. The other ranks get back their own."""
         return x
 
 
 SMALL_BATCH = 64  # rows up to which a row's sum must not depend on the number of rows
+MIXER, FEED_FORWARD, EMBEDDING = range(3)  # see `TensorParallel.place`
+NUM_PLACES = 3
+MOST_MEETINGS = 1024  # programs of one kernel that meet those of the other ranks
 
 
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:

@@ -6,10 +6,13 @@ one is global, and two engines in one process, or an engine beside a caller's ow
 A row's sum must not depend on how many rows are summed with it (`kernels.protocol`). Of two ranks any order of adding
 gives the same bits. For more, the libraries choose an order by size; so small batches are gathered from all ranks and added
 in rank order, which moves more bytes but takes as few steps ("one-shot"). Large ones, of prefill, are the library's.
+
+Where GPUs can read each other's memory, small batches are not sent at all: see `engine.places`.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +23,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from pocketllm.engine.places import Places, open_places
 from pocketllm.errors import LostRank
-from pocketllm.parallel import SMALL_BATCH, TensorParallel, sum_in_rank_order
+from pocketllm.parallel import SMALL_BATCH, Place, TensorParallel, sum_in_rank_order
 
 _c10d: Any = torch.distributed.distributed_c10d  # whose types do not say all that it has
 
@@ -39,6 +43,8 @@ class ProcessGroupRanks(TensorParallel):
     """A rank with a process group (a `torch.distributed` backend object) to the others."""
 
     group: Any = field(kw_only=True)
+    store: Any = field(kw_only=True)
+    places: Places | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,13 +67,34 @@ class ProcessGroupRanks(TensorParallel):
             settings._devices = [_c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             group = _c10d.ProcessGroupGloo(store, rank, size, settings)
             group._set_default_timeout(_WAIT)
-        ranks = cls(rank, size, group=group)
+        ranks = cls(rank, size, group=group, store=store)
         ranks.all_reduce(torch.zeros(1, 1, device=device))  # NCCL connects at the first use, which a graph can't record
         return ranks
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """In place. An operation of torch's own, so that a backend which records passes sees it and repeats it."""
         torch.ops.pocketllm.all_reduce_(x, id(self))
+        return x
+
+    def open_places(self, nbytes: int) -> None:
+        device, places, problem = torch.device("cuda", torch.cuda.current_device()), None, ""
+        try:
+            places = open_places(self.rank, self.size, self.store, device, nbytes)
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+        opened = self.all_reduce(torch.tensor([[float(places is not None)]], device=device))
+        if int(opened.item()) == self.size:
+            object.__setattr__(self, "places", places)
+        elif problem:
+            print(f"rank {self.rank}: sums over the ranks go through NCCL, which is slower: {problem}", file=sys.stderr)
+
+    def place(self, index: int, rows: int) -> Place | None:
+        return None if self.places is None or rows > SMALL_BATCH else self.places.places[index]
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        options = _c10d.BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, False
+        self._finish(self.group.broadcast, [x], options)
         return x
 
     def gather(self, x: Tensor) -> Tensor:
@@ -79,7 +106,10 @@ class ProcessGroupRanks(TensorParallel):
 
     def leave(self) -> None:
         """End the group, from this rank's side: another thread that waits in it for a lost rank gets an error, and the
-        group's own threads end while the interpreter is still whole. Nothing if that has been done."""
+        group's own threads end while the interpreter is still whole. Nothing if that has been done. Graphs that recorded
+        its collectives must be gone: NCCL waits for them."""
+        if self.places is not None:
+            self.places.let_go()
         group = self.group
         object.__setattr__(self, "group", None)
         if group is not None and group.name() == "nccl":

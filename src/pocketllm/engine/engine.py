@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pocketllm.engine.ahead import DecodeAhead
 from pocketllm.engine.constraint import TokenConstraint
 from pocketllm.engine.inputs import SlotTokens
 from pocketllm.engine.rank import Launch
 from pocketllm.engine.ranks import start_ranks
 from pocketllm.engine.request import FinishReason, Request, RequestOutput, State
-from pocketllm.engine.sampler import Sampler, TokenLogprobs, uniform
+from pocketllm.engine.sampled import TokenLogprobs
+from pocketllm.engine.sampler import Sampler, uniform
 from pocketllm.engine.scheduler import Scheduler
 from pocketllm.engine.slot_engine import SlotEngine
 from pocketllm.errors import PocketLLMError, RequestError
@@ -69,6 +71,8 @@ class Engine(SlotEngine):
             max_queue=self.options.max_queue,
             has_state=self.has_state,
         )
+        self._ahead = DecodeAhead(self.passes, self.slots, self.has_state)
+        self.looks_ahead = self.device.type == "cuda"  # a CPU has nothing to wait for: it is the device and the host
         self.stalled = False  # at the last step requests waited, and none can run until a caller releases a slot
         self._requests: dict[str, Request] = {}  # not finished yet
         self._steps = self._prompt_tokens = self._output_tokens = self._num_requests = 0
@@ -110,7 +114,9 @@ class Engine(SlotEngine):
     def end_request(self, request_id: str, reason: FinishReason = "abort") -> RequestOutput | None:
         """End a request now, whatever it is doing; its slot is free at once. None if no such request is unfinished.
 
-        reason "stop": the text layer saw a stop string.
+        reason "stop": the text layer saw a stop string. A caller's slot keeps the request's tokens; but on a GPU, with a
+        model that has recurrent state, it is empty after a request that nothing but its length could have ended
+        (`engine.ahead`): the next one computes them anew.
         """
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, reason)
@@ -151,7 +157,14 @@ class Engine(SlotEngine):
         histories = [request.tokens_so_far for request in requests]
         outputs: list[RequestOutput] = []
         ready: list[tuple[Request, Tensor]] = []
-        for item, request, result in zip(items, requests, self.passes.run(kind, items, histories), strict=True):
+        results = [self._ahead.take(*pair) if kind == "decode" else None for pair in zip(items, requests, strict=True)]
+        left = [i for i, result in enumerate(results) if result is None]
+        if left:
+            passed = self.passes.run(kind, [items[i] for i in left], [histories[i] for i in left])
+            for i, found in zip(left, passed, strict=True):
+                results[i] = found
+        for item, request, result in zip(items, requests, results, strict=True):
+            assert result is not None
             if result.error is not None:
                 outputs.append(self._finish(request, "error", result.error))
                 continue
@@ -181,7 +194,11 @@ class Engine(SlotEngine):
             [len(request.output_ids) for request in requests],
             allowed,
         )
+        if self.looks_ahead and result.simple and len(requests) == len(self.scheduler.running):
+            result.send()
+            self._ahead.launch(requests, result.tokens)
         bad, tokens = set(result.bad), result.token_ids
+        self.check_ranks()  # one that died while this was computed
         good = [i for i in range(len(requests)) if i not in bad]
         self.sampler.record([slots[i] for i in good], result.tokens[good] if bad else result.tokens)
         for i, request in enumerate(requests):
@@ -243,10 +260,13 @@ class Engine(SlotEngine):
         tokens: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> RequestOutput:
+        spoiled = self._ahead.drop(request)
         if request.slot is not None:
             self.sampler.stop(request.slot)
         if request.state is not State.FINISHED:
             self.scheduler.finish(request, reason, error)
+        if spoiled and request.bound_slot is not None:
+            self.slots.restart(request.bound_slot)
         self._requests.pop(request.request_id, None)
         request.mark_end()
         return self._output(request, tokens, logprobs)

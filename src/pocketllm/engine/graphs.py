@@ -45,19 +45,27 @@ class DecodeGraphs:
         self._pinned = device.type == "cuda"
         self._graphs: dict[BatchLayout, _Graph | None] = {}  # None: this pass can't be captured
 
-    def run(self, kind: Kind, items: Sequence[SlotTokens]) -> Tensor:
-        """The logits [T, V] of a decode or verify batch. They are overwritten by the next pass of the same shape."""
+    def run(self, kind: Kind, items: Sequence[SlotTokens], token_ids: Tensor | None = None) -> Tensor:
+        """The logits [T, V] of a decode or verify batch. They are overwritten by the next pass of the same shape.
+
+        token_ids: [T] int64 on the device, in place of the items' own."""
         q_len, num_slots = len(items[0].token_ids), len(items)
         if self._kernels.captures:
             items = [*items, *self._fillers(padded_size(num_slots) - num_slots, q_len)]
         layout, block = pack(kind, items, all_logits=True, pinned=self._pinned)
         graph = self._graph(layout) if self._kernels.captures else None
         if graph is None:
-            logits = self._forward(layout.batch(block.to(self._device, non_blocking=True)))
+            batch = layout.batch(block.to(self._device, non_blocking=True))
+            _put(batch, token_ids)
+            logits = self._forward(batch)
         else:
             graph.inputs.copy_(block, non_blocking=True)
+            _put(layout.batch(graph.inputs), token_ids)
             logits = graph.replay()
         return logits[: num_slots * q_len]
+
+    def forget(self) -> None:
+        self._graphs.clear()
 
     def record_all(self, kind: Kind, q_len: int, num_slots: int) -> None:
         """Record what serves batches of 1 to num_slots: then no request waits for it, and its memory is taken."""
@@ -77,3 +85,8 @@ class DecodeGraphs:
             _, replay = self._kernels.capture(lambda: self._forward(batch))
             self._graphs[layout] = _Graph(inputs, replay) if replay is not None else None
         return self._graphs[layout]
+
+
+def _put(batch: ForwardBatch, token_ids: Tensor | None) -> None:
+    if token_ids is not None:
+        batch.token_ids[: len(token_ids)].copy_(token_ids)

@@ -59,7 +59,8 @@ class BatchLayout:
             views[name] = block[start : start + size].view(dtype)
             start += _aligned(size)
         rows = views.pop("logits_rows")
-        return ForwardBatch(self.kind, self.q_len, **views, logits_rows=None if self.num_rows is None else rows)
+        logits_rows = None if self.num_rows is None else rows
+        return ForwardBatch(self.kind, self.q_len, **views, logits_rows=logits_rows, parts=None)
 
 
 def pack(kind: Kind, items: Sequence[SlotTokens], *, all_logits: bool, pinned: bool) -> tuple[BatchLayout, Tensor]:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from pocketllm.cache.pages import PageEdits
@@ -43,6 +44,9 @@ class Ranks(Protocol):
     def fail(self, error: BaseException) -> RankError:
         """Ends all ranks: a call on rank 0 ended with `error`, so they can't be in step any more. Says whose fault it is."""
 
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Call this before rank 0 leaves the group."""
+
     def close(self) -> None:
         """Ends all ranks, if that has not been done. Nothing of them stays."""
 
@@ -53,6 +57,7 @@ class LeadRunner:
     def __init__(self, local: ModelRunner, ranks: Ranks) -> None:
         self.local, self._ranks = local, ranks
         self.model, self.kv, self.state = local.model, local.kv, local.state
+        ranks.at_end(local.forget_recordings)
 
     def apply(self, edits: PageEdits, resets: Sequence[int]) -> None:
         if edits.entries or edits.copies or resets:
@@ -63,6 +68,10 @@ class LeadRunner:
         return self._lead(
             lambda: self.local.forward(kind, items, all_logits=all_logits), "forward", kind, plain, all_logits
         )
+
+    def decode_tokens(self, items: Sequence[SlotTokens], token_ids: Tensor) -> Tensor:
+        plain = [(item.slot, item.start, list(item.token_ids)) for item in items]
+        return self._lead(lambda: self.local.decode_tokens(items, token_ids), "decode_tokens", plain)
 
     def commit(self, slots: Sequence[int], num_tokens: Sequence[int]) -> None:
         self._lead(lambda: self.local.commit(slots, num_tokens), "commit", slots, num_tokens)
@@ -107,9 +116,15 @@ def _forward(runner: ModelRunner, kind: Kind, items: list[Any], all_logits: bool
     runner.forward(kind, [SlotTokens(*item) for item in items], all_logits=all_logits)
 
 
+def _decode_tokens(runner: ModelRunner, items: list[Any]) -> None:
+    tokens = torch.zeros(len(items), dtype=torch.int64, device=runner.device)  # rank 0's take their place
+    runner.decode_tokens([SlotTokens(*item) for item in items], tokens)
+
+
 _COMMANDS: dict[str, Callable[..., None]] = {
     "apply": _apply,
     "forward": _forward,
+    "decode_tokens": _decode_tokens,
     "commit": ModelRunner.commit,
     "fork": ModelRunner.fork,
     "save_snapshot": ModelRunner.save_snapshot,

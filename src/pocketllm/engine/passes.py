@@ -51,6 +51,21 @@ class PassRunner:
                 self._alone(kind, item, history, all_logits) for item, history in zip(items, histories, strict=True)
             ]
 
+    def decode_tokens(
+        self, items: Sequence[SlotTokens], histories: Sequence[History], token_ids: Tensor
+    ) -> Tensor | None:
+        """Logits [n, V] of a decode pass whose tokens [n] only the device knows; None, and as if nothing had been, if it
+        fails."""
+        self._runner.apply(*self._slots.take_changes())
+        try:
+            return self._runner.decode_tokens(items, token_ids)
+        except RankError:
+            raise
+        except Exception:  # it will fail again when its time has come, and then whose fault it is will be found out
+            for item, history in zip(items, histories, strict=True):
+                self.undo(item, history)
+            return None
+
     def _alone(self, kind: Kind, item: SlotTokens, history: History, all_logits: bool) -> PassResult:
         try:
             self.undo(item, history)

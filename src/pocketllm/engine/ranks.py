@@ -113,6 +113,7 @@ class RankGroup:
         self._workers, self._join = workers, join
         self._lock = threading.RLock()
         self._closed = False
+        self._before_the_end: list[Callable[[], None]] = []
         self.failure: RankError | None = None
         self._tp: ProcessGroupRanks | None = None
 
@@ -141,6 +142,9 @@ class RankGroup:
                 worker = silent.pop(channel)
                 answers[worker.rank] = worker.receive()
         return [answers[rank] for rank in sorted(answers)]
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        self._before_the_end.append(call)
 
     def send(self, message: bytes) -> None:
         if self.failure is not None:
@@ -189,6 +193,8 @@ class RankGroup:
 
     def _end(self) -> None:
         self._closed = True
+        for call in self._before_the_end:
+            call()
         if self._tp is not None:
             self._tp.leave()
         if self.failure is not None:

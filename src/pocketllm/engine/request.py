@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Literal
 
 from pocketllm.engine.constraint import TokenConstraint
-from pocketllm.engine.sampler import TokenLogprobs
+from pocketllm.engine.sampled import TokenLogprobs
 from pocketllm.options import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from pocketllm.engine.graphs import DecodeGraphs
 from pocketllm.engine.inputs import SlotTokens, pack
 from pocketllm.engine.memory_plan import MemoryPlan, compute_dtype
 from pocketllm.kernels.protocol import Kernels
-from pocketllm.kernels.types import AttentionMask
+from pocketllm.kernels.types import AttentionMask, PrefillPart
 from pocketllm.layers.batch import ForwardBatch, Kind
 from pocketllm.models.config import ModelConfig
 from pocketllm.models.qwen import QwenModel
@@ -53,6 +54,10 @@ class ModelRunner:
         self.state = StateCache(plan.state, device, kernels)
         self._graphs = DecodeGraphs(self._forward, kernels, device, spare_slot=plan.kv.num_slots)
 
+    def forget_recordings(self) -> None:
+        """Recorded passes are made again when next needed. (A group of ranks can't end while one holds its collectives.)"""
+        self._graphs.forget()
+
     def apply(self, edits: PageEdits, resets: Sequence[int]) -> None:
         """Bring block tables, shared pages and cleared slots up to date before a pass."""
         self.kv.apply(edits)
@@ -68,10 +73,17 @@ class ModelRunner:
         """
         if kind == "prefill":
             layout, block = pack(kind, items, all_logits=all_logits, pinned=self.device.type == "cuda")
-            logits = self._forward(layout.batch(block.to(self.device, non_blocking=True)))
+            batch = layout.batch(block.to(self.device, non_blocking=True))
+            parts = [PrefillPart(i.slot, len(i.token_ids), i.start + len(i.token_ids)) for i in items]
+            logits = self._forward(replace(batch, parts=tuple(parts)))
         else:
             logits = self._graphs.run(kind, items)
         return self._tp.gather(logits)
+
+    @torch.inference_mode()
+    def decode_tokens(self, items: Sequence[SlotTokens], token_ids: Tensor) -> Tensor:
+        """A decode pass as `forward` runs it, of tokens [n] int64 that only rank 0's device knows yet."""
+        return self._tp.gather(self._graphs.run("decode", items, self._tp.broadcast(token_ids)))
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         return self.model(batch, self.kv, self.state)

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pocketllm.engine.sampled import LogprobTensors, SampleResult
 from pocketllm.errors import RequestError, SlotError
 from pocketllm.kernels.types import TensorSpec
 from pocketllm.options import SamplingParams
@@ -105,65 +105,6 @@ def unpacked(words: Tensor, size: int) -> Tensor:
     """int32 [w] -> bool [size]: bit i % 32 of word i // 32; False from w * 32 on. On the CPU."""
     bits = np.unpackbits(words.numpy().view(np.uint8), count=size, bitorder="little")
     return torch.from_numpy(bits.view(np.bool_))
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of one step, of the raw logits over the real ids (before any parameter)."""
-
-    chosen: float
-    top: tuple[tuple[int, float], ...]  # (token id, log-probability), most likely first
-
-
-@dataclass(frozen=True)
-class _LogprobTensors:
-    rows: list[int]
-    counts: list[int]  # how many each row asked for
-    chosen: Tensor  # [m] float32
-    top_ids: Tensor  # [m, NARROW] int64
-    top: Tensor  # [m, NARROW] float32
-
-
-@dataclass(frozen=True)
-class SampleResult:
-    """Everything is on the device; what is read as a list waits for it, once."""
-
-    tokens: Tensor  # [n] int64; 0 in bad rows
-    is_bad: Tensor  # [n] bool
-    _logprobs: _LogprobTensors | None = None
-    _forbidden: Tensor | None = None  # [n] bool; None: no row
-
-    @cached_property
-    def _on_host(self) -> list[list[int]]:
-        """tokens and is_bad, in one transfer."""
-        both: list[list[int]] = torch.stack((self.tokens, self.is_bad.long())).tolist()
-        return both
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self._on_host[0]
-
-    @cached_property
-    def bad(self) -> list[int]:
-        """Rows without a valid choice (NaN, +inf, or nothing finite left): their requests must fail, others go on."""
-        return [row for row, bad in enumerate(self._on_host[1]) if bad]
-
-    @cached_property
-    def forbidden(self) -> list[int]:
-        """Those of the bad rows whose logits are sound: the request's own settings leave no token to choose."""
-        return [] if self._forbidden is None else torch.nonzero(self._forbidden).flatten().tolist()
-
-    @cached_property
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Row -> log-probabilities, for the rows that asked."""
-        data = self._logprobs
-        if data is None:
-            return {}
-        ids, top, chosen = data.top_ids.tolist(), data.top.tolist(), data.chosen.tolist()
-        return {
-            row: TokenLogprobs(chosen[i], tuple(zip(ids[i][:count], top[i][:count], strict=True)))
-            for i, (row, count) in enumerate(zip(data.rows, data.counts, strict=True))
-        }
 
 
 @dataclass(frozen=True)
@@ -373,7 +314,7 @@ class Sampler:
         chosen = _first(sums > sums.gather(-1, kept - 1) * draw)
         return ids.gather(-1, torch.minimum(chosen, kept - 1)).squeeze(-1)
 
-    def _logprobs(self, raw: Tensor, tokens: Tensor, requests: Sequence[_Request]) -> _LogprobTensors | None:
+    def _logprobs(self, raw: Tensor, tokens: Tensor, requests: Sequence[_Request]) -> LogprobTensors | None:
         rows = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
         if not rows:
             return None
@@ -383,7 +324,7 @@ class Sampler:
         top_ids = best_ids(x)
         counts = [min(requests[i].params.logprobs or 0, top_ids.shape[-1]) for i in rows]
         chosen = logprobs.gather(-1, tokens[index, None]).squeeze(-1)
-        return _LogprobTensors(rows, counts, chosen, top_ids, logprobs.gather(-1, top_ids))
+        return LogprobTensors(rows, counts, chosen, top_ids, logprobs.gather(-1, top_ids))
 
     def _columns(self, values: Sequence[tuple[float, ...]], dtype: torch.dtype) -> tuple[Tensor, ...]:
         """A tuple per row -> a tensor [m, 1] per member, in one transfer."""

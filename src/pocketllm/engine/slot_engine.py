@@ -107,6 +107,11 @@ class SlotEngine:
         """Why the engine can't compute any more: a rank has failed, seen also while nothing runs. From any thread."""
         return None if self._ranks is None else self._ranks.failure
 
+    def check_ranks(self) -> None:
+        """Raises `failure`, if there is one: what the device has computed since means nothing."""
+        if (failure := self.failure) is not None:
+            raise failure
+
     def close(self) -> None:
         """End the other ranks' processes, if there are any; they also end with the engine's last reference, and at exit.
         The engine can't compute any more then."""
@@ -255,6 +260,7 @@ class SlotEngine:
             passed = self.passes.run(kind, items, histories, all_logits=all_logits)
             for item, result in zip(items, passed, strict=True):
                 results[item.slot] = self._keep(kind, item, result.logits, result.error)
+            self.check_ranks()
         return [results[request.slot] for request in requests]
 
     def _keep(self, kind: Kind, item: SlotTokens, logits: Tensor | None, error: Exception | None) -> SlotResult:

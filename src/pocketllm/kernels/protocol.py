@@ -7,7 +7,7 @@ Matrix products of more than 64 rows, which only prefill has, are kept to within
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -18,11 +18,14 @@ from pocketllm.kernels.types import (
     LayerKV,
     LayerState,
     LinearWeight,
+    PrefillPart,
 )
+from pocketllm.parallel import Place, Summands
 
 
 class Kernels(Protocol):
     name: str
+    meets_ranks: bool  # whether `add_up` and `add_rms_norm` can read a `Place` of other ranks
     captures: bool  # whether `capture` can give a replay: batches are then padded, and passes keep their intermediates
 
     def set_num_threads(self, num_threads: int) -> None:
@@ -50,6 +53,12 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """x [M, K] -> x W^T + bias, [M, N], in x's dtype; the sum over K is in float32."""
 
+    def linear_summands(self, x: Tensor, weight: LinearWeight, place: Place | None = None) -> Summands:
+        """`linear`, but what is to be added at the end may be left to the reader. With a place, the result is put there."""
+
+    def add_up(self, x: Summands, dtype: object) -> Tensor:
+        """[M, N] in `dtype` (a torch.dtype); waits for the other ranks if there is a place."""
+
     def gated_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """silu_mul(linear(x, weight)) in one: x [M, K], a weight that stacks gate | up [2I, K] -> [M, I]."""
 
@@ -59,8 +68,8 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [M, K] * rsqrt(mean(x^2) + eps) * weight, computed in float32, returned in x's dtype. weight [K] float32."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds x to `residual` [M, K] *in place*, and returns rms_norm of the sum."""
+    def add_rms_norm(self, x: Summands, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds x [M, K] to `residual` [M, K] *in place*, and returns rms_norm of the sum."""
 
     def norm_rope(
         self, x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, positions: Tensor
@@ -109,9 +118,12 @@ class Kernels(Protocol):
         kv_lens: Tensor,
         scale: float,
         mask: AttentionMask,
+        parts: Sequence[PrefillPart] | None = None,
     ) -> Tensor:
         """Packed queries q [T, Hq, D] -> [T, Hq, D]; those of slot i are cu_seqlens_q[i]:cu_seqlens_q[i+1]
-        and stand at the end of its kv_lens[i] tokens. Attends to what `append` stored, for the chunk itself too."""
+        and stand at the end of its kv_lens[i] tokens. Attends to what `append` stored, for the chunk itself too.
+
+        parts: slots and lengths once more, where they are known on the host; a backend may choose a way by them."""
 
     def dequantize(self, kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
         """The first kv_len tokens of a slot as K, V [kv_len, Hk, D] float32, K with its bias."""

@@ -119,6 +119,15 @@ class LayerKV:
 
 
 @dataclass(frozen=True)
+class PrefillPart:
+    """One slot's chunk of a prefill pass, as the host knows it."""
+
+    slot: int
+    num_tokens: int
+    kv_len: int  # tokens in cache with the chunk's
+
+
+@dataclass(frozen=True)
 class AttentionMask:
     """Which cached tokens a query at position p may see: j <= p and (p - j < window or j < sinks). window 0: all."""
 

@@ -16,7 +16,7 @@ from pocketllm.layers.linear import Linear, RowParallelLinear
 from pocketllm.layers.norm import RMSNorm
 from pocketllm.layers.rope import RotaryEmbedding
 from pocketllm.models.config import ModelConfig
-from pocketllm.parallel import TensorParallel
+from pocketllm.parallel import MIXER, Summands, TensorParallel
 from pocketllm.weights.source import WeightSource
 
 
@@ -50,7 +50,7 @@ class Attention:
             self.key_bias = KeyBias(bias.view(self.num_kv_heads, head_dim), rope.cos, rope.sin)
         self.qkv_proj = Linear(kernels, parts)
         self.o_proj = RowParallelLinear(
-            tp, kernels, source, "o_proj", config.hidden_size, heads.times(head_dim), bias=config.o_bias
+            tp, kernels, source, "o_proj", config.hidden_size, heads.times(head_dim), place=MIXER, bias=config.o_bias
         )
         self.q_norm = RMSNorm(config, kernels, source, "q_norm", head_dim).weight if config.qk_norm else None
         self.k_norm = RMSNorm(config, kernels, source, "k_norm", head_dim).weight if config.qk_norm else None
@@ -69,7 +69,7 @@ class Attention:
             start += len(bias)
         return kept
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: LayerKV, mask: AttentionMask) -> Tensor:
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: LayerKV, mask: AttentionMask) -> Summands:
         """x [T, H] -> [T, H]; appends the tokens' K and V to the cache first, then attends to what is stored."""
         num_tokens = len(x)
         qkv = self.qkv_proj(x)
@@ -85,7 +85,7 @@ class Attention:
         k = ops.norm_rope(k, self.k_norm, self._eps, cos, sin, positions)
         ops.append(kv, k, v, batch.token_slots, positions)
         if batch.kind == "prefill":
-            out = ops.prefill(kv, q, batch.slot_ids, batch.cu_seqlens_q, batch.kv_lens, self.scale, mask)
+            out = ops.prefill(kv, q, batch.slot_ids, batch.cu_seqlens_q, batch.kv_lens, self.scale, mask, batch.parts)
         else:
             packed = q.view(len(batch.slot_ids), batch.q_len, self.num_heads, self.head_dim)
             out = ops.attend(kv, packed, batch.slot_ids, batch.kv_lens, self.scale, mask)

@@ -7,6 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from pocketllm.kernels.types import PrefillPart
+
 Kind = Literal["prefill", "decode", "verify"]
 
 
@@ -26,3 +28,4 @@ class ForwardBatch:
     cu_seqlens_q: Tensor  # [n + 1] int32
     kv_lens: Tensor  # [n] int32, tokens in cache once this pass's are appended
     logits_rows: Tensor | None  # [m] int64: tokens whose logits are wanted; None: all of them
+    parts: tuple[PrefillPart, ...] | None = None  # of a prefill pass: slots and lengths, as the host knows them

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.layers.linear import sum_over_ranks
 from pocketllm.models.config import ModelConfig
-from pocketllm.parallel import Part, TensorParallel
+from pocketllm.parallel import EMBEDDING, Part, TensorParallel
 from pocketllm.weights.source import Role, WeightSource
 
 
@@ -35,7 +36,8 @@ class Vocabulary:
         local = token_ids - self._first
         elsewhere = (local < 0) | (local >= self._num_rows)
         x = self._kernels.embedding(local.clamp(0, self._num_rows - 1), self.table, self._dtype)
-        return self._tp.all_reduce(x.masked_fill(elsewhere[:, None], 0))
+        x = x.masked_fill(elsewhere[:, None], 0)
+        return self._kernels.add_up(sum_over_ranks(x, self._tp, self._kernels, EMBEDDING), self._dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[m, H] -> [m, V] float32, with several ranks the columns of this one (`TensorParallel.gather` joins them)."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import LinearWeight
-from pocketllm.parallel import Part, TensorParallel
+from pocketllm.parallel import Part, Summands, TensorParallel
 from pocketllm.weights.source import WeightSource
 
 
@@ -62,19 +62,33 @@ class RowParallelLinear:
         out_features: int,
         in_features: Part,
         *,
+        place: int,
         bias: bool = False,
     ) -> None:
-        self._tp = tp
-        parts = source.linear([name], [out_features], in_features, bias=bias)
-        for part in parts:
-            if part.bias is not None and tp.rank > 0:  # it is to be added once
-                part.bias.zero_()
-        self._linear = Linear(kernels, parts)
+        """place: see `TensorParallel.place`."""
+        self._tp, self._kernels, self._place = tp, kernels, place
+        (self.weight,) = source.linear([name], [out_features], in_features, bias=bias)
+        if self.weight.bias is not None and tp.rank > 0:  # it is to be added once
+            self.weight.bias.zero_()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [M, K of this rank] -> [M, N], on every rank."""
-        return self._tp.all_reduce(self.summand(x))
+    def __call__(self, x: Tensor) -> Summands:
+        """x [M, K of this rank] -> [M, N], for every rank to add up."""
+        place = self._tp.place(self._place, len(x)) if self._kernels.meets_ranks else None
+        y = self._kernels.linear_summands(x, self.weight, place)
+        if self._tp.size == 1 or place is not None:
+            return y
+        return Summands.of(self._tp.all_reduce(self._kernels.add_up(y, x.dtype)))
 
     def summand(self, x: Tensor) -> Tensor:
         """This rank's part of the sum."""
-        return self._linear(x)
+        return self._kernels.linear(x, self.weight)
+
+
+def sum_over_ranks(x: Tensor, tp: TensorParallel, kernels: Kernels, place: int) -> Summands:
+    """x [M, N], a summand of each rank, for every rank to add up."""
+    memory = tp.place(place, len(x)) if kernels.meets_ranks else None
+    if memory is None:
+        return Summands.of(tp.all_reduce(x))
+    own = memory.memory[: x.nbytes].view(x.dtype).view(1, *x.shape)
+    own.copy_(x)
+    return Summands(own, memory)

@@ -7,7 +7,7 @@ from torch import Tensor
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.layers.linear import Linear, RowParallelLinear
 from pocketllm.models.config import ModelConfig
-from pocketllm.parallel import TensorParallel
+from pocketllm.parallel import FEED_FORWARD, Summands, TensorParallel
 from pocketllm.weights.source import WeightSource
 
 
@@ -18,9 +18,9 @@ class MLP:
         hidden, inner = config.hidden_size, tp.shard(intermediate_size, "intermediate_size")
         bias = config.mlp_bias
         self.gate_up = Linear(kernels, source.linear(["gate_proj", "up_proj"], [inner, inner], hidden, bias=bias))
-        self.down = RowParallelLinear(tp, kernels, source, "down_proj", hidden, inner, bias=bias)
+        self.down = RowParallelLinear(tp, kernels, source, "down_proj", hidden, inner, place=FEED_FORWARD, bias=bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Summands:
         """x [M, H] -> [M, H]."""
         return self.down(self.gate_up.gated(x))
 

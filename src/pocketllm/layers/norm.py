@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.models.config import ModelConfig
+from pocketllm.parallel import Summands
 from pocketllm.weights.source import WeightSource
 
 
@@ -21,6 +22,6 @@ class RMSNorm:
         """x [M, K] -> [M, K]."""
         return self._kernels.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: Summands, residual: Tensor) -> Tensor:
         """Adds x to residual in place; returns the norm of the sum."""
         return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
-from pocketllm.layers.linear import Linear
+from pocketllm.layers.linear import Linear, sum_over_ranks
 from pocketllm.layers.mlp import MLP
 from pocketllm.models.config import ModelConfig
-from pocketllm.parallel import TensorParallel
+from pocketllm.parallel import FEED_FORWARD, Summands, TensorParallel
 from pocketllm.weights.source import WeightSource
 
 
@@ -35,7 +35,7 @@ class SparseMoE:
             self.shared = MLP(config, tp, kernels, shared, moe.shared_intermediate_size)
             self.shared_gate = Linear(kernels, source.linear(["shared_expert_gate"], [1], hidden, role="small"))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Summands:
         """x [M, H] -> [M, H]."""
         probabilities = self.router(x).float().softmax(-1)
         weights, experts = probabilities.topk(self._moe.top_k, dim=-1)  # [M, top_k]
@@ -44,4 +44,4 @@ class SparseMoE:
         out = self._kernels.moe(x, experts, weights, self.gate_up, self.down)
         if self.shared is not None:
             out = out + self._kernels.sigmoid_mul(self.shared.summand(x), self.shared_gate(x))
-        return self._tp.all_reduce(out)
+        return sum_over_ranks(out, self._tp, self._kernels, FEED_FORWARD)

@@ -5,6 +5,8 @@ One implementation serves Qwen2, 2.5, 3, 3-MoE, 3-Next, 3.5, 3.6, 3.8 and the Ll
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from pocketllm.layers.norm import RMSNorm
 from pocketllm.layers.rope import RotaryEmbedding
 from pocketllm.models.config import ModelConfig
 from pocketllm.models.moe import SparseMoE
-from pocketllm.parallel import TensorParallel
+from pocketllm.parallel import Summands, TensorParallel
 from pocketllm.weights.source import WeightSource
 
 
@@ -40,13 +42,12 @@ class Block:
         drop_key_bias: bool,
     ) -> None:
         self.input_norm = RMSNorm(config, kernels, source, "input_layernorm", config.hidden_size)
-        self.attention: Attention | None = None
-        self.gated_delta: GatedDeltaNet | None = None
+        self.mixer: Attention | GatedDeltaNet
         if config.layer_types[index] == "full_attention":
             scope = source.scope("self_attn")
-            self.attention = Attention(config, tp, kernels, scope, rope, drop_key_bias=drop_key_bias)
+            self.mixer = Attention(config, tp, kernels, scope, rope, drop_key_bias=drop_key_bias)
         else:
-            self.gated_delta = GatedDeltaNet(config, tp, kernels, source.scope("linear_attn"))
+            self.mixer = GatedDeltaNet(config, tp, kernels, source.scope("linear_attn"))
         self.post_norm = RMSNorm(config, kernels, source, "post_attention_layernorm", config.hidden_size)
         mlp = source.scope("mlp")
         self.feed_forward = (
@@ -73,7 +74,7 @@ class QwenModel:
         mask: AttentionMask | None = None,
     ) -> None:
         """drop_key_bias: leave the K bias out of K (the cache's format stores it so); see `kernels.types.KeyBias`."""
-        self.config = config
+        self.config, self._kernels = config, kernels
         self.rope = RotaryEmbedding(config.rope, max_context, device)
         self._mask = mask or AttentionMask()
         self.vocabulary = Vocabulary(config, tp, kernels, source, dtype)
@@ -94,19 +95,22 @@ class QwenModel:
 
     def key_biases(self) -> list[KeyBias | None]:
         """Per attention layer, what `KVCache` needs to give K its bias back."""
-        return [block.attention.key_bias for block in self.blocks if block.attention is not None]
+        return [block.mixer.key_bias for block in self.blocks if isinstance(block.mixer, Attention)]
 
     def __call__(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> Tensor:
         """Runs one pass; returns the logits of `batch.logits_rows`, [m, V] float32."""
-        x = residual = self.vocabulary.embed(batch.token_ids)  # [T, H]; residual: the running sum of all blocks
+        residual = self.vocabulary.embed(batch.token_ids)  # [T, H]: the running sum of all blocks
         kv_layers, state_layers = iter(kv.layers), iter(state.layers)
-        for i, block in enumerate(self.blocks):
-            x = block.input_norm.add(x, residual) if i else block.input_norm(x)
-            if block.attention is not None:
-                x = block.attention(x, batch, next(kv_layers), self._mask)
-            elif block.gated_delta is not None:
-                x = block.gated_delta(x, batch, next(state_layers))
-            x = block.feed_forward(block.post_norm.add(x, residual))
+        out: Summands | None = None  # of the block before
+        for block in self.blocks:
+            x = block.input_norm(residual) if out is None else block.input_norm.add(out, residual)
+            if isinstance(block.mixer, Attention):
+                out = block.mixer(x, batch, next(kv_layers), self._mask)
+            else:
+                out = block.mixer(x, batch, next(state_layers))
+            out = block.feed_forward(block.post_norm.add(out, residual))
+        out = cast(Summands, out)
         if batch.logits_rows is not None:
-            x, residual = x[batch.logits_rows], residual[batch.logits_rows]
-        return self.vocabulary.logits(self.norm.add(x, residual))
+            out = Summands.of(self._kernels.add_up(out, residual.dtype)[batch.logits_rows])
+            residual = residual[batch.logits_rows]
+        return self.vocabulary.logits(self.norm.add(out, residual))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pocketllm.engine.sampler import TokenLogprobs
+from pocketllm.engine.sampled import TokenLogprobs
 from pocketllm.server.generation import Finish, Generation
 from pocketllm.text.output_parser import OutputDelta
 

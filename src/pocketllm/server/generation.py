@@ -14,7 +14,7 @@ from typing import Literal, Protocol, TypeVar
 from pocketllm.engine.async_engine import AsyncEngine
 from pocketllm.engine.constraint import TokenConstraint
 from pocketllm.engine.request import RequestOutput
-from pocketllm.engine.sampler import TokenLogprobs
+from pocketllm.engine.sampled import TokenLogprobs
 from pocketllm.options import SamplingParams
 from pocketllm.server.errors import generation_failed, shutting_down
 from pocketllm.server.shared_prompt import SharedPrompt

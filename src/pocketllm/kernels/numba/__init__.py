@@ -20,10 +20,13 @@ from pocketllm.kernels.numba.rowwise import add_rms_norm, norm_rope, rms_norm, s
 from pocketllm.kernels.numba.simd import Target
 from pocketllm.kernels.numba.threads import pool
 from pocketllm.kernels.numba.threads import set_num_threads as set_pool_threads
+from pocketllm.kernels.reference import add_up
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.parallel import Place, Summands
 
 name = "numba"
 captures = True
+meets_ranks = False
 _TARGET = Target.host()
 
 
@@ -45,6 +48,10 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return _products().linear(x, weight)
 
 
+def linear_summands(x: Tensor, weight: LinearWeight, place: Place | None = None) -> Summands:
+    return Summands.of(linear(x, weight))
+
+
 def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return _products().gated_linear(x, weight)
 
@@ -61,6 +68,7 @@ def moe(
 
 __all__ = [
     "add_rms_norm",
+    "add_up",
     "append",
     "attend",
     "attention_workspace",
@@ -74,6 +82,8 @@ __all__ = [
     "gated_delta_verify",
     "gated_linear",
     "linear",
+    "linear_summands",
+    "meets_ranks",
     "moe",
     "name",
     "norm_rope",

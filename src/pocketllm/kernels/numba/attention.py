@@ -6,7 +6,7 @@ the start of the sequence, whatever else the pass contains and however it was cu
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from pocketllm.kernels.numba.attention_tiles import MAX_ROWS, SPLIT
 from pocketllm.kernels.numba.format_pieces import Core, NumbaCodec
 from pocketllm.kernels.numba.launch import launch
 from pocketllm.kernels.numba.threads import pool_handle
-from pocketllm.kernels.types import AttentionMask, KVCodec, LayerKV
+from pocketllm.kernels.types import AttentionMask, KVCodec, LayerKV, PrefillPart
 
 _NO_BIAS = (0, 0, 0)
 _angles: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()  # by cosine table, which all layers share
@@ -121,6 +121,7 @@ def prefill(
     kv_lens: Tensor,
     scale: float,
     mask: AttentionMask,
+    parts: Sequence[PrefillPart] | None = None,
 ) -> Tensor:
     num_heads, head_dim = q.shape[1:]
     core, signs = _core(cast(Any, kv.codec), head_dim, MAX_ROWS, True)

@@ -13,6 +13,8 @@ from pocketllm.kernels.numba.runtime import kernel, parallel_for
 from pocketllm.kernels.numba.simd import fma, load_f32, splat
 from pocketllm.kernels.numba.threads import pool_handle
 from pocketllm.kernels.numba.vector_math import load_f32x16_part, sigmoid, silu, store_f32x16_part, sum_lanes
+from pocketllm.kernels.reference import add_up
+from pocketllm.parallel import Summands
 
 _GRAIN = 16384  # elements worth a thread's while
 
@@ -129,7 +131,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Summands, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _add_rms_norm(add_up(x, residual.dtype), residual, weight, eps)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype != torch.float32 or residual.dtype != torch.float32 or not residual.is_contiguous():
         residual.add_(x)
         return rms_norm(residual, weight, eps)

@@ -12,11 +12,19 @@ from pocketllm.kernels.reference.gated_delta import (
     gated_delta_prefill,
     gated_delta_verify,
 )
-from pocketllm.kernels.reference.linear import embedding, gated_linear, linear, moe, pack_weight
-from pocketllm.kernels.reference.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
+from pocketllm.kernels.reference.linear import (
+    embedding,
+    gated_linear,
+    linear,
+    linear_summands,
+    moe,
+    pack_weight,
+)
+from pocketllm.kernels.reference.rowwise import add_rms_norm, add_up, norm_rope, rms_norm, sigmoid_mul, silu_mul
 
 name = "reference"
 captures = False
+meets_ranks = False
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -34,6 +42,7 @@ def capture(run: Callable[[], Tensor]) -> tuple[Tensor, None]:
 
 __all__ = [
     "add_rms_norm",
+    "add_up",
     "append",
     "attend",
     "attention_workspace",
@@ -47,6 +56,8 @@ __all__ = [
     "gated_delta_verify",
     "gated_linear",
     "linear",
+    "linear_summands",
+    "meets_ranks",
     "moe",
     "name",
     "norm_rope",

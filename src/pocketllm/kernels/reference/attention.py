@@ -6,11 +6,13 @@ came in one chunk or many, by decode or by verify.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from pocketllm.kernels.reference.rowwise import rotate_half
-from pocketllm.kernels.types import AttentionMask, LayerKV
+from pocketllm.kernels.types import AttentionMask, LayerKV, PrefillPart
 
 TILE = 1024  # cached tokens decoded at a time: bounds the workspace
 
@@ -68,6 +70,7 @@ def prefill(
     kv_lens: Tensor,
     scale: float,
     mask: AttentionMask,
+    parts: Sequence[PrefillPart] | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     bounds = cu_seqlens_q.tolist()

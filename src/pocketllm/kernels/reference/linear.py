@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pocketllm.kernels.reference.rowwise import silu_mul
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.parallel import Place, Summands
 
 
 def pack_weight(weight: LinearWeight) -> LinearWeight:
@@ -35,6 +36,10 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return silu_mul(linear(x, weight))
+
+
+def linear_summands(x: Tensor, weight: LinearWeight, place: Place | None = None) -> Summands:
+    return Summands.of(linear(x, weight))
 
 
 def _product(x: Tensor, matrix: Tensor) -> Tensor:

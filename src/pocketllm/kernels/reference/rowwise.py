@@ -6,14 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pocketllm.parallel import Summands
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = x.float()
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    residual.add_(x)
+def add_up(x: Summands, dtype: torch.dtype) -> Tensor:
+    """Summands of one rank. (On CPUs, ranks have no memory in common: they send messages.)"""
+    if x.single is not None:
+        return x.single.to(dtype)
+    total = x.parts[0].float()
+    for part in x.parts[1:]:
+        total = total + part.float()
+    return total.to(dtype)
+
+
+def add_rms_norm(x: Summands, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual.add_(add_up(x, residual.dtype))
     return rms_norm(residual, weight, eps)
 
 

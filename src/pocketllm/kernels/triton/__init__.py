@@ -1,7 +1,7 @@
 """The GPU backend in Triton."""
 
 from pocketllm.kernels.reference import set_num_threads
-from pocketllm.kernels.triton.attention import append, attend, attention_workspace, dequantize, prefill
+from pocketllm.kernels.triton.attention import append, attend, attention_workspace, dequantize
 from pocketllm.kernels.triton.capture import capture, captures, warm_up
 from pocketllm.kernels.triton.gated_delta import (
     gated_delta_commit,
@@ -11,12 +11,16 @@ from pocketllm.kernels.triton.gated_delta import (
 )
 from pocketllm.kernels.triton.linear import embedding, gated_linear, linear, pack_weight
 from pocketllm.kernels.triton.moe import moe
-from pocketllm.kernels.triton.rowwise import add_rms_norm, norm_rope, rms_norm, sigmoid_mul, silu_mul
+from pocketllm.kernels.triton.prefill_library import prefill
+from pocketllm.kernels.triton.rowwise import norm_rope, rms_norm, sigmoid_mul, silu_mul
+from pocketllm.kernels.triton.summands import add_rms_norm, add_up, linear_summands
 
 name = "triton"
+meets_ranks = True
 
 __all__ = [
     "add_rms_norm",
+    "add_up",
     "append",
     "attend",
     "attention_workspace",
@@ -30,6 +34,8 @@ __all__ = [
     "gated_delta_verify",
     "gated_linear",
     "linear",
+    "linear_summands",
+    "meets_ranks",
     "moe",
     "name",
     "norm_rope",

@@ -5,6 +5,8 @@ Nothing here waits for the device: grids come from static shapes, lengths and sl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -20,9 +22,21 @@ from pocketllm.kernels.triton.gated_delta_kernels import commit_kernel, conv_ste
 from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.types import GatedDeltaWeights, LayerState
 
-CONV_TOKENS = 16  # of one program of the convolution
+CONV_TOKENS = 64  # of one program of the convolution
 NORM_ROWS = 16
-STATE_COLUMNS = 64  # of one program of the scan
+
+
+@dataclass(frozen=True)
+class StateConfig:
+    """How the columns of a state are shared out: `columns` to a program of `warps` warps, `stages` chunks in flight."""
+
+    columns: int
+    warps: int
+    stages: int = 1
+
+
+STEP = StateConfig(64, 4)
+SCAN = StateConfig(64, 4, 2)
 # Columns of a chunk's tiles, at least. With heads of 16 in bfloat16 (no real model's) `chunk_kernel` touched memory it must
 # not on an H200 (Triton 3.6); heads of 128 did not.
 NARROWEST = 64
@@ -55,7 +69,7 @@ def gated_delta_prefill(
     blocks = triton.cdiv(num_tokens, CONV_TOKENS) + num_seqs
     conv_kernel[(blocks, 2 * key_heads + heads)](
         qkv, qkv.stride(0), w.conv, state.conv, slot_ids, cu_seqlens_q, num_seqs, mixed, HK=key_heads, DK=dk, DV=dv,
-        C=channels, TAPS=w.conv.shape[1], DP=max(dkp, dvp), BLOCK=CONV_TOKENS, NP=padded, num_warps=4,
+        C=channels, TAPS=w.conv.shape[1], DP=max(dkp, dvp), BLOCK=CONV_TOKENS, NP=padded, num_warps=8,
     )  # fmt: skip
     chunks = triton.cdiv(num_tokens, CHUNK) + 2 * num_seqs  # a sequence may begin and end amid one
     chunk_kernel[(chunks, heads)](
@@ -63,15 +77,13 @@ def gated_delta_prefill(
         keys, values, scores, decays, HK=key_heads, HV=heads, DK=dk, DV=dv, C=channels, DKP=dkp, DVP=dvp, CHUNK=CHUNK,
         NP=padded, PRECISION=precision, num_warps=4,
     )  # fmt: skip
-    columns = min(STATE_COLUMNS, dvp)
+    columns = min(SCAN.columns, dvp)
     scan_kernel[(num_seqs, heads, triton.cdiv(dv, columns))](
         mixed, keys, values, scores, decays, state.recurrent, slot_ids, cu_seqlens_q, kv_lens, out, HK=key_heads,
         HV=heads, DK=dk, DV=dv, C=channels, DKP=dkp, BLOCK_V=columns, CHUNK=CHUNK, PRECISION=precision,
-        num_warps=4, num_stages=1 if exact else 2,
+        num_warps=SCAN.warps, num_stages=1 if exact else SCAN.stages,
     )  # fmt: skip
-    gated_norm_kernel[(triton.cdiv(num_tokens * heads, NORM_ROWS),)](
-        out, z, z.stride(0), w.norm, num_tokens * heads, w.eps, HV=heads, DV=dv, DVP=dvp, ROWS=NORM_ROWS, num_warps=4
-    )
+    _gated_norm(out, z, w, out)
     return out
 
 
@@ -112,8 +124,8 @@ def _padded(size: int) -> int:
 
 
 def _warps(dk: int, dv: int) -> int:
-    """Such that a thread has at most 64 elements of a state."""
-    return min(max(_padded(dk) * _padded(dv) // 2048, 1), 8)
+    """Such that a thread has at most 32 elements of a state (64 from 8 warps on)."""
+    return min(max(_padded(dk) * _padded(dv) // 1024, 1), 8)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -136,18 +148,31 @@ def _steps(
     w, (num_tokens, channels) = weights, qkv.shape
     qkv, z, b, a = map(_rows, (qkv, z, b, a))
     key_heads, heads, dk, dv = w.num_key_heads, w.num_value_heads, w.key_head_dim, w.value_head_dim
-    journal_len, early = state.journal_x.shape[1], linear_table(qkv.device).early
+    journal_len, early = state.journal_x.shape[1], linear_table(qkv.device).early_for(num_tokens)
     mixed = torch.empty(num_tokens, channels, dtype=torch.float32, device=qkv.device)
+    raw = torch.empty(num_tokens, heads * dv, dtype=torch.float32, device=z.device)
     out = torch.empty(num_tokens, heads * dv, dtype=z.dtype, device=z.device)
     conv_step_kernel[(num_tokens, 2 * key_heads + heads)](
         qkv, qkv.stride(0), w.conv, state.conv, state.journal_x, state.journal_k, slot_ids, q_len, journal_len,
         int(verify), mixed, HK=key_heads, DK=dk, DV=dv, C=channels, TAPS=w.conv.shape[1],
         DP=_padded(max(dk, dv)), EARLY=early, num_warps=1, launch_pdl=early > 0,
     )  # fmt: skip
-    delta_step_kernel[(len(slot_ids), heads)](
-        mixed, z, z.stride(0), b, b.stride(0), a, a.stride(0), w.a_log, w.dt_bias, w.norm, state.recurrent,
-        state.journal_d, state.journal_g, slot_ids, q_len, journal_len, int(verify), out, w.eps, HK=key_heads,
-        HV=heads, DK=dk, DV=dv, C=channels, DKP=_padded(dk), DVP=_padded(dv), num_warps=_warps(dk, dv),
-        EARLY=early, maxnreg=128, launch_pdl=early > 0,
+    columns = min(STEP.columns, _padded(dv))
+    delta_step_kernel[(len(slot_ids), heads, triton.cdiv(dv, columns))](
+        mixed, b, b.stride(0), a, a.stride(0), w.a_log, w.dt_bias, state.recurrent, state.journal_d, state.journal_g,
+        slot_ids, q_len, journal_len, int(verify), raw, HK=key_heads, HV=heads, DK=dk, DV=dv, C=channels,
+        DKP=_padded(dk), BLOCK_V=columns, num_warps=STEP.warps, EARLY=early, launch_pdl=early > 0,
     )  # fmt: skip
+    _gated_norm(raw, z, w, out)
     return out
+
+
+def _gated_norm(raw: Tensor, z: Tensor, w: GatedDeltaWeights, out: Tensor) -> None:
+    """raw [T, HV * DV] -> out, which may be the same tensor."""
+    heads, dv, early = w.num_value_heads, w.value_head_dim, linear_table(z.device).early_for(len(raw))
+    num_rows = len(raw) * heads
+    rows = NORM_ROWS if num_rows >= 64 * NORM_ROWS * 16 else 1  # few: spread over the device
+    gated_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        raw, z, z.stride(0), w.norm, out, num_rows, w.eps, HV=heads, DV=dv, DVP=max(_padded(dv), 16), ROWS=rows,
+        EARLY=early, num_warps=4 if rows > 1 else 1, launch_pdl=early > 0,
+    )  # fmt: skip

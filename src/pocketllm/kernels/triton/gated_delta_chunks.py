@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from pocketllm.kernels.triton.gated_delta_kernels import head_channels, head_scale, move_rows, softplus
+from pocketllm.kernels.triton.linear_kernels import wait_for_inputs
 from pocketllm.kernels.triton.numerics import INTERPRETED
 from pocketllm.kernels.triton.softmax import find_sequence
 
@@ -204,16 +205,17 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gated_norm_kernel(
-    out, z, z_stride, norm, num_rows, eps,
-    HV: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr,
+    raw, z, z_stride, norm, out, num_rows, eps,
+    HV: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per ROWS rows of out [T * HV, DV]: RMS norm times silu(z), in place."""
+    """One program per ROWS rows of raw [T * HV, DV] -> out: RMS norm times silu(z). They may be the same."""
+    wait_for_inputs(EARLY, 1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, DVP)
     mask = (row < num_rows)[:, None] & (j < DV)[None, :]
-    at = out + row.to(tl.int64)[:, None] * DV + j[None, :]
-    o = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    at = row.to(tl.int64)[:, None] * DV + j[None, :]
+    o = tl.load(raw + at, mask=mask, other=0.0).to(tl.float32)
     o = o * tl.rsqrt(tl.sum(o * o, axis=1) / DV + eps)[:, None] * tl.load(norm + j, mask=j < DV, other=0.0)[None, :]
     z_at = z + (row // HV).to(tl.int64)[:, None] * z_stride + (row % HV * DV)[:, None] + j[None, :]
     gate = tl.load(z_at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, (o * gate * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at, (o * gate * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=mask)

@@ -81,26 +81,25 @@ def conv_step_kernel(
 
 @triton.jit(do_not_specialize=["q_len", "journal_len", "verify"])
 def delta_step_kernel(
-    qkv, z, z_stride, b, b_stride, a, a_stride, a_log, dt_bias, norm, states, journal_d, journal_g,
-    slot_ids, q_len, journal_len, verify, out, eps,
+    qkv, b, b_stride, a, a_stride, a_log, dt_bias, states, journal_d, journal_g, slot_ids, q_len, journal_len, verify, out,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    DKP: tl.constexpr, DVP: tl.constexpr, EARLY: tl.constexpr,
+    DKP: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence and value head, whose state [DK, DV] stays in registers for all its q_len tokens.
+    """One program per sequence, value head and BLOCK_V columns of its state [DK, DV], which stay in registers for all q_len
+    tokens: columns never meet. Small programs, several to a multiprocessor, keep its memory busy while others compute.
 
-    qkv [n * q_len, C] float32 as `conv_step_kernel` leaves it; out [n * q_len, HV * DV] with the gated norm applied.
+    qkv [n * q_len, C] float32 as `conv_step_kernel` leaves it; out [n * q_len, HV * DV] float32, not normalised yet.
     States may be read while that kernel still runs: it does not write them, and all before it has ended.
     """
     seq, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_ids + seq).to(tl.int64)
-    i, j = tl.arange(0, DKP), tl.arange(0, DVP)
+    i, j = tl.arange(0, DKP), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_i, in_j = i < DK, j < DV
     in_state = in_i[:, None] & in_j[None, :]
     at = states + (slot * HV + head) * (DK * DV) + i[:, None] * DV + j[None, :]
     state = tl.load(at, mask=in_state, other=0.0)
     key_channel, value_channel = head // (HV // HK) * DK, 2 * HK * DK + head * DV
     rate, shift = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
-    gamma = tl.load(norm + j, mask=in_j, other=0.0)
     wait_for_inputs(EARLY, 1)
     for step in range(q_len):
         token = (seq * q_len + step).to(tl.int64)
@@ -112,15 +111,13 @@ def delta_step_kernel(
         beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
         state = state * decay
         written = beta * (v - tl.sum(state * k[:, None], axis=0))
-        state = tl.fma(tl.broadcast_to(k[:, None], [DKP, DVP]), tl.broadcast_to(written[None, :], [DKP, DVP]), state)
-        o = tl.sum(state * q[:, None], axis=0)
+        state = tl.fma(
+            tl.broadcast_to(k[:, None], [DKP, BLOCK_V]), tl.broadcast_to(written[None, :], [DKP, BLOCK_V]), state
+        )
         entry = (slot * journal_len + step) * HV + head
         tl.store(journal_d + entry * DV + j, written, mask=in_j & (verify != 0))
-        tl.store(journal_g + entry, decay, mask=verify != 0)
-        o = o * tl.rsqrt(tl.sum(o * o, axis=0) / DV + eps) * gamma
-        gate = tl.load(z + token * z_stride + head * DV + j, mask=in_j, other=0.0).to(tl.float32)
-        y = o * gate * tl.sigmoid(gate)
-        tl.store(out + token * (HV * DV) + head * DV + j, y.to(out.dtype.element_ty), mask=in_j)
+        tl.store(journal_g + entry, decay, mask=(verify != 0) & (tl.program_id(2) == 0))
+        tl.store(out + token * (HV * DV) + head * DV + j, tl.sum(state * q[:, None], axis=0), mask=in_j)
     tl.store(at, state, mask=in_state & (verify == 0))
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
-"""Operations on single rows, each one kernel: norms with the residual sum, rotary embedding, gates.
+"""Operations on single rows, each one kernel: norms, rotary embedding, gates.
 
 A program has a whole row (or a part of one whose elements do not meet), in blocks whose size depends on the row's width
 alone; so a row's result does not depend on how many there are. Arithmetic is in float32, and rounded once at the end.
@@ -21,21 +21,13 @@ _BLOCK = 1024  # elements of a program, where rows can be cut
 
 
 @triton.jit
-def rms_norm_kernel(
-    x, x_stride, residual, residual_stride, weight, out, eps,
-    K: tl.constexpr, KP: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program per row. ADD: x is added to the row of `residual` first, and the norm is of the (rounded) sum."""
+def rms_norm_kernel(x, x_stride, weight, out, eps, K: tl.constexpr, KP: tl.constexpr, EARLY: tl.constexpr):
+    """One program per row. (`summands` has the one that adds to the residual first.)"""
     wait_for_inputs(EARLY, 1)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, KP)
     mask = i < K
     y = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        at = residual + row * residual_stride + i
-        y = (y + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
-        tl.store(at, y, mask=mask)
-        y = y.to(tl.float32)
     scale = tl.rsqrt(tl.sum(y * y, axis=0) / K + eps)
     y = y * scale * tl.load(weight + i, mask=mask, other=0.0)
     tl.store(out + row * K + i, y.to(out.dtype.element_ty), mask=mask)
@@ -100,31 +92,20 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, (num_rows, width) = _rows(x), x.shape
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    padded, early = triton.next_power_of_2(width), linear_table(x.device).early
+    padded, early = triton.next_power_of_2(width), linear_table(x.device).early_for(num_rows)
     rms_norm_kernel[(num_rows,)](
-        x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight, out, eps,
-        K=width, KP=padded, ADD=residual is not None, EARLY=early, num_warps=min(max(padded // 512, 1), 16),
+        x, x.stride(0), weight, out, eps, K=width, KP=padded, EARLY=early, num_warps=min(max(padded // 512, 1), 16),
         launch_pdl=early > 0,
     )  # fmt: skip
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _norm(x, None, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if residual.stride(1) != 1:  # it is written in place
-        raise ValueError(f"residual with strides {residual.stride()}: its rows must be contiguous")
-    return _norm(x, residual, weight, eps)
-
-
 def norm_rope(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     x, (num_tokens, num_heads, head_dim) = x if x.stride(2) == 1 else x.contiguous(), x.shape
-    early = linear_table(x.device).early
+    early = linear_table(x.device).early_for(num_tokens)
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=x.dtype, device=x.device)
     norm_rope_kernel[(num_tokens, num_heads)](
         x, x.stride(0), x.stride(1), norm, cos, sin, positions, out, eps, D=head_dim,
@@ -135,7 +116,8 @@ def norm_rope(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tens
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    gate_up, (num_rows, width), early = _rows(gate_up), gate_up.shape, linear_table(gate_up.device).early
+    gate_up, (num_rows, width) = _rows(gate_up), gate_up.shape
+    early = linear_table(gate_up.device).early_for(num_rows)
     out = torch.empty(num_rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
     silu_mul_kernel[(num_rows, triton.cdiv(width // 2, _BLOCK))](
         gate_up, gate_up.stride(0), out, N=width // 2, BLOCK=_BLOCK, EARLY=early, num_warps=4, launch_pdl=early > 0
@@ -144,7 +126,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    x, gate, (num_rows, width), early = _rows(x), _rows(gate), x.shape, linear_table(x.device).early
+    x, gate, (num_rows, width) = _rows(x), _rows(gate), x.shape
+    early = linear_table(x.device).early_for(num_rows)
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     sigmoid_mul_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
         x, x.stride(0), gate, gate.stride(0), out, N=width, BLOCK=_BLOCK, ONE=gate.shape[1] == 1, EARLY=early,

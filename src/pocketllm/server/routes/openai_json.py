@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pocketllm.engine.sampler import TokenLogprobs
+from pocketllm.engine.sampled import TokenLogprobs
 from pocketllm.server.generation import Generation, Usage
 from pocketllm.text.detokenizer import IncrementalDetokenizer
 from pocketllm.text.tokenizer import Tokenizer

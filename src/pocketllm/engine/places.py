@@ -1,0 +1,117 @@
+"""`open_places`: memory of several GPUs that kernels of all of them read (see `parallel.Place`), through torch's symmetric
+memory. Multicast is not used.
+
+A kernel that waits there for a rank that has died would wait for ever, and the host with it: `Places.let_go` ends that.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from pocketllm.parallel import MOST_MEETINGS, NUM_PLACES, Place
+
+_c10d: Any = torch.distributed.distributed_c10d
+_library: Any = torch._C._distributed_c10d
+_MOMENT = 0.002  # seconds between two attempts to let waiting kernels go
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """What one rank holds of it. `places`: one per kind of sum."""
+
+    places: tuple[Place, ...]
+    name: str  # of the group, as torch's symmetric memory knows it
+    own_flags: Tensor
+    their_flags: tuple[Tensor, ...]  # of the other ranks, mapped here
+    handles: tuple[Any, ...]  # keep the mappings alive
+
+    def let_go(self, seconds: float = 5.0) -> None:
+        """Says to every kernel of this rank that waits what it waits to hear. Its results mean nothing then. Until the
+        device is idle, at most so long. From any thread."""
+        device = self.own_flags.device
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            end = time.monotonic() + seconds
+            while not torch.cuda.default_stream(device).query() and time.monotonic() < end:
+                self.own_flags.fill_(1)
+                for flags in self.their_flags:
+                    flags.zero_()
+                time.sleep(_MOMENT)
+
+
+class RankStore(_library.Store):  # type: ignore[misc]
+    """A store for one meeting of symmetric memory, over one that all ranks share.
+
+    torch numbers such meetings per process, and puts the number into its keys. Rank 0's process may have had other engines
+    before, a worker has not: so each number is replaced by how many there were before it in this store.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        parts = key.split("/")
+        return "/".join(
+            str(self._numbers.setdefault(p, len(self._numbers))) if p.isdigit() and i < len(parts) - 1 else p
+            for i, p in enumerate(parts)
+        )
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> Any:
+        return self._store.get(self._key(key))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._store.add(self._key(key), value))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check([self._key(key) for key in keys]))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+
+def open_places(rank: int, size: int, store: Any, device: torch.device, nbytes: int) -> Places:
+    """Called by all ranks alike; returns once all have. nbytes: of each place. RuntimeError if the GPUs can't read each
+    other's memory."""
+    meeting = RankStore(torch.distributed.PrefixStore("places", store))  # type: ignore[attr-defined]
+    name = f"pocketllm-places-{id(store)}-{time.monotonic_ns()}"  # of this process's own register of groups
+    group: Any = _c10d.ProcessGroup(meeting, rank, size)
+    _library._register_process_group(name, group)
+    each = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def shared(count: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        tensor = _library._SymmetricMemory.empty_strided_p2p((count,), (1,), dtype, device)
+        tensor.zero_()
+        torch.cuda.synchronize(device)
+        return tensor, _library._SymmetricMemory.rendezvous(tensor, name)
+
+    memory, memory_handle = shared(NUM_PLACES * each, torch.uint8)
+    flags, flags_handle = shared(NUM_PLACES * MOST_MEETINGS * size, torch.int32)
+    flags_handle.barrier(0, int(60e3))  # nobody's flags are written before they are zero
+    torch.cuda.synchronize(device)
+
+    def addresses(handle: Any, offset: int) -> Tensor:
+        return torch.tensor([p + offset for p in handle.buffer_ptrs], dtype=torch.int64, device=device)
+
+    places = tuple(
+        Place(
+            memory[i * each : (i + 1) * each],
+            addresses(memory_handle, i * each),
+            addresses(flags_handle, i * MOST_MEETINGS * size * 4),
+            rank,
+            size,
+        )
+        for i in range(NUM_PLACES)
+    )
+    theirs = tuple(flags_handle.get_buffer(peer, (len(flags),), torch.int32) for peer in range(size) if peer != rank)
+    return Places(places, name, flags, theirs, (memory_handle, flags_handle, group, meeting))
