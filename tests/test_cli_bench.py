@@ -18,6 +18,7 @@ from tiny_models import make
 
 ROW = {
     "slots", "context", "kv", "filled", "step_ms", "tok_s", "prefill_tok_s", "bytes_per_step", "share_of_bandwidth",
+    "gb_s", "memory_planned", "memory_used",
 }  # fmt: skip
 FACTS = {"model", "kernels", "device", "threads", "tensor_parallel", "bandwidth", "steps", "prompt", "date", "rows"}
 
@@ -44,6 +45,9 @@ def test_one_row_stands_at_the_top_too(model):
     assert row["tok_s"] == pytest.approx(2000 / row["step_ms"], rel=0.01)
     share = row["bytes_per_step"] / (row["step_ms"] / 1e3) / values["bandwidth"]
     assert row["share_of_bandwidth"] == pytest.approx(share, abs=1e-4)
+    assert row["gb_s"] == pytest.approx(row["bytes_per_step"] / row["step_ms"] / 1e6, abs=0.1)
+    assert row["memory_planned"] > 0
+    assert row["memory_used"] > row["bytes_per_step"] / 2  # the process holds at least the weights
 
 
 def test_a_row_for_each_combination(model):

@@ -16,7 +16,7 @@ from pocketllm.kernels.triton.prefill_library import library_attention, long_pre
 from pocketllm.kernels.types import AttentionMask, PrefillPart
 from test_triton_attention import DEVICE, EVERYTHING, GPU, error, ints, limit, make_kv
 
-HOPPER = GPU and torch.cuda.get_device_capability()[0] >= 9
+HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 NAMES = ["fp16", "bf16", "fp8", "int8_per_token_head", "turboquant_k8v4"]
 formats = pytest.mark.parametrize("kv_format", [KV_FORMATS[n] for n in NAMES], ids=NAMES)
 

@@ -55,7 +55,8 @@ def bench(
 
     --json keys: model, kernels, device, threads, tensor_parallel, bandwidth (bytes/s this machine reads, measured in
     this run), steps, prompt, date, and rows, each with slots, context, kv, filled (prefill or random), step_ms (median),
-    tok_s (all slots), prefill_tok_s, bytes_per_step, share_of_bandwidth. A single row's keys stand at the top too.
+    tok_s (all slots), prefill_tok_s, bytes_per_step, share_of_bandwidth, gb_s, memory_planned and memory_used (bytes of
+    rank 0; on a CPU of the whole process). A single row's keys stand at the top too.
 
     bytes_per_step, of one rank: the weights a step reads (linear layers, head, one embedding row a slot; of a sparse
     layer at most slots x top_k experts), the KV of all contexts, and the recurrent state, read and written.
@@ -92,7 +93,19 @@ def _show(facts: dict[str, Any], rows: list[Row]) -> None:
     out.print(f"[bold]{facts['model']}[/] on {facts['device']}{threads}, {facts['kernels']} kernels")
     out.print(f"read bandwidth {facts['bandwidth'] / 1e9:.1f} GB/s, prompt {facts['prompt']} tokens", style="dim")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("slots", "context", "kv", "ms/step", "tok/s", "prefill tok/s", "MB/step", "of bandwidth"):
+    for name in (
+        "slots",
+        "context",
+        "kv",
+        "ms/step",
+        "tok/s",
+        "prefill tok/s",
+        "MB/step",
+        "GB/s",
+        "of bandwidth",
+        "GiB used",
+        "planned",
+    ):
         table.add_column(name, justify="left" if name == "kv" else "right")
     for row in rows:
         table.add_row(
@@ -103,7 +116,10 @@ def _show(facts: dict[str, Any], rows: list[Row]) -> None:
             f"{row.tok_s:.1f}",
             f"{row.prefill_tok_s:.1f}",
             f"{row.bytes_per_step / 1e6:.1f}",
+            f"{row.gb_s:.1f}",
             f"{row.share_of_bandwidth:.0%}",
+            "?" if row.memory_used is None else f"{row.memory_used / 2**30:.2f}",
+            f"{row.memory_planned / 2**30:.2f}",
         )
     out.print(table)
     if any(row.filled == "random" for row in rows):

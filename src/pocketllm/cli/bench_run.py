@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pocketllm.engine.device import pick_device
+from pocketllm.engine.device import pick_device, used_memory
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.request import RequestOutput
 from pocketllm.engine.slot_engine import SlotRequest
@@ -36,6 +36,9 @@ class Row:
     prefill_tok_s: float
     bytes_per_step: int
     share_of_bandwidth: float
+    gb_s: float  # bytes_per_step over step_ms
+    memory_planned: int  # bytes of one rank
+    memory_used: int | None  # bytes of rank 0 after the run, see `engine.device.used_memory`
 
 
 class Bench:
@@ -95,6 +98,9 @@ class Bench:
             prefill_tok_s=round(prefill_tok_s, 2),
             bytes_per_step=read,
             share_of_bandwidth=round(read / seconds / self._bandwidth, 4),
+            gb_s=round(read / seconds / 1e9, 1),
+            memory_planned=engine.plan.total,
+            memory_used=used_memory(engine.device),
         )
 
 
@@ -156,10 +162,9 @@ def timed_prefill(engine: Engine, prompt: list[int]) -> float:
 
 
 def _timed_step(engine: Engine) -> tuple[float, list[RequestOutput]]:
+    """A step ends when its tokens are on the host. (A GPU may be at work on the next one then: see `engine.ahead`.)"""
     start = time.perf_counter()
     outputs = engine.step()
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     for output in outputs:
         if output.error is not None:

@@ -22,7 +22,7 @@ from pocketllm.kernels.triton.gated_delta_kernels import commit_kernel, conv_ste
 from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.types import GatedDeltaWeights, LayerState
 
-CONV_TOKENS = 64  # of one program of the convolution
+CONV_TOKENS = 16  # of one program of the convolution (64 took longer on an H200)
 NORM_ROWS = 16
 
 
@@ -69,7 +69,7 @@ def gated_delta_prefill(
     blocks = triton.cdiv(num_tokens, CONV_TOKENS) + num_seqs
     conv_kernel[(blocks, 2 * key_heads + heads)](
         qkv, qkv.stride(0), w.conv, state.conv, slot_ids, cu_seqlens_q, num_seqs, mixed, HK=key_heads, DK=dk, DV=dv,
-        C=channels, TAPS=w.conv.shape[1], DP=max(dkp, dvp), BLOCK=CONV_TOKENS, NP=padded, num_warps=8,
+        C=channels, TAPS=w.conv.shape[1], DP=max(dkp, dvp), BLOCK=CONV_TOKENS, NP=padded, num_warps=4,
     )  # fmt: skip
     chunks = triton.cdiv(num_tokens, CHUNK) + 2 * num_seqs  # a sequence may begin and end amid one
     chunk_kernel[(chunks, heads)](
