@@ -4,9 +4,9 @@
 
 Parts, in this order: `small` (logits of a small hybrid, kernels against the reference), `build` (start, memory against the
 plan), `same` (graph = eager, a slot alone = in a batch, bit for bit), `decode` (steps at several slots and contexts, whose
-caches are filled with random values), `profile` (a step by kernel family), `prefill`, `kv` (other KV types), `dense` (as
-`small`). What a part finds is printed as it comes, and the file is written anew after each; a part that fails does not end
-the run, and none begins after --seconds.
+caches are filled with random values), `profile` (a step by kernel family), `soak` (1,000 requests), `prefill`, `kv` (other
+KV types), `dense` (as `small`). What a part finds is printed as it comes, and the file is written anew after each; a part
+that fails does not end the run, and none begins after --seconds.
 
 Rows have the keys of `pocketllm bench --json`, and device_ms: a step's time without the host's part.
 """
@@ -16,11 +16,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
 import signal
 import statistics
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
+from gpu_families import by_early_launch, decode_families, prefill_families
 from pocketllm.cli.bench_run import (
     bytes_per_step,
     context_needed,
@@ -48,15 +47,10 @@ from pocketllm.errors import SlotError
 from pocketllm.options import EngineOptions, SamplingParams
 
 DEVICE = torch.device("cuda", 0)
-STEPS, SLOTS, SHORT, LONG, CHUNK = 24, 32, 1024, 32768, 8192
-CASES = ((1, SHORT), (8, SHORT), (32, SHORT), (1, LONG), (8, LONG))
+STEPS, SLOTS, SHORT, LONG, CHUNK = 24, 64, 1024, 32768, 8192
+CASES = ((1, SHORT), (2, SHORT), (4, SHORT), (8, SHORT), (32, SHORT), (64, SHORT), (1, LONG), (8, LONG))
+REQUESTS = 1000
 HYBRID, DENSE = "qwen3.5-0.8b", "smollm2-135m"
-FAMILIES = {
-    "attention": ("split_kernel", "merge_kernel", "prefill_kernel", "append", "rotate", "norm_rope", "sigmoid_mul"),
-    "gated delta": ("conv_step", "delta_step", "conv_kernel", "chunk_kernel", "scan_kernel", "gated_norm"),
-    "norm": ("rms_norm",),
-    "linear": ("product", "linear", "gemm", "matmul", "nvjet", "cutlass", "quantize", "splitK", "silu_mul"),
-}
 
 
 class Report:
@@ -239,11 +233,12 @@ def same_bits(report: Report, engine: Engine) -> None:
             layout, block = pack("decode", items, all_logits=True, pinned=False)
             return engine.runner._forward(layout.batch(block.to(engine.device))).clone()
 
-    batch = run(8, slice(0, 8), eager=False)
+    batch = run(SLOTS, slice(0, SLOTS), eager=False)
     report.fact("logits finite", bool(batch.isfinite().all()))
-    report.fact("graph = eager", torch.equal(batch, run(8, slice(0, 8), eager=True)))
-    report.fact("slot 3 alone = in 8", torch.equal(batch[3:4], run(8, slice(3, 4), eager=False)))
-    report.fact("slots 2-4 = in 8", torch.equal(batch[2:5], run(8, slice(2, 5), eager=False)))
+    report.fact("graph = eager", torch.equal(batch, run(SLOTS, slice(0, SLOTS), eager=True)))
+    for first, last in ((3, 4), (2, 5), (8, 16), (20, 53)):
+        same = torch.equal(batch[first:last], run(SLOTS, slice(first, last), eager=False))
+        report.fact(f"slots {first} to {last - 1} = in {SLOTS}", same)
 
 
 def device_seconds(engine: Engine, items: list[SlotTokens], steps: int) -> float:
@@ -278,27 +273,6 @@ def decode_row(report: Report, engine: Engine, slots: int, context: int, bandwid
     )
 
 
-def by_family(report: Report, name: str, run: Callable[[], Any], times: int) -> None:
-    """Microseconds of one run by kernel family, and the kernels that take most."""
-    run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(times):
-            run()
-        torch.cuda.synchronize()
-    families: dict[str, float] = defaultdict(float)
-    kernels: dict[str, tuple[float, int]] = {}
-    for event in recorded.key_averages():
-        if event.device_type is not DeviceType.CUDA:
-            continue
-        total = float(event.device_time_total)
-        family = next((f for f, words in FAMILIES.items() if any(w in event.key for w in words)), "other")
-        families[family] += total / times
-        kernels[event.key[:60]] = (round(total / times, 1), event.count // times)
-    report.fact(f"{name}, us by family", {f: round(us, 1) for f, us in families.items()})
-    report.fact(f"{name}, us and launches", dict(sorted(kernels.items(), key=lambda item: -item[1][0])[:16]))
-
-
 def floors(engine: Engine, slots: int, context: int, bandwidth: float) -> dict[str, float]:
     """Microseconds that moving its bytes takes at least: all of a step's, K and V, recurrent state (read and written)."""
     plan = engine.plan
@@ -312,10 +286,11 @@ def floors(engine: Engine, slots: int, context: int, bandwidth: float) -> dict[s
 
 
 def profiles(report: Report, engine: Engine, bandwidth: float) -> None:
-    for slots, context in ((1, SHORT), (8, SHORT), (8, LONG)):
+    for slots, context in ((1, SHORT), (8, SHORT), (32, SHORT), (8, LONG)):
         report.fact(f"step {slots} x {context}, floor in us", floors(engine, slots, context, bandwidth))
         with filled(engine, slots, context) as items:
-            by_family(report, f"step {slots} x {context}", lambda: engine.runner.forward("decode", items), 3)
+            report.fact(f"step {slots} x {context}, us by family", decode_families(engine, items))
+            report.fact(f"step {slots} x {context}, us by early launch", by_early_launch(engine, items))
 
 
 def prefills(report: Report, engine: Engine, before: int) -> None:
@@ -338,16 +313,50 @@ def prefills(report: Report, engine: Engine, before: int) -> None:
     slot = engine.acquire_slot(CHUNK)
     item = SlotTokens(slot, engine.slots.prepare_write(slot, CHUNK), random_tokens(engine, CHUNK, 4))
     engine.runner.apply(*engine.slots.take_changes())
-    by_family(report, f"prefill {CHUNK}", lambda: engine.runner.forward("prefill", [item]), 1)
+    report.fact(f"prefill {CHUNK}, ms by operation", prefill_families(engine, item))
     engine.release_slot(slot)
     report.fact("memory after all", memory(engine, before))
+
+
+def soak(report: Report, engine: Engine) -> None:
+    """Many requests of random lengths, some of them ended early: the device's memory afterwards is what it was."""
+    tidy(engine)
+    draw = random.Random(0)
+
+    def run(count: int) -> tuple[float, float]:
+        left = count
+        while left or engine.has_work:
+            while left and len(engine.scheduler.waiting) < SLOTS:
+                length, tokens = draw.randrange(1, 300), draw.randrange(1, 24)
+                engine.add_request(random_tokens(engine, length, left), SamplingParams(max_tokens=tokens))
+                left -= 1
+            for output in engine.step():
+                if output.error is not None:
+                    raise output.error
+            if draw.random() < 0.2 and engine._requests:
+                engine.end_request(draw.choice(list(engine._requests)))
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    before = run(REQUESTS // 10)  # of every shape once
+    start = time.perf_counter()
+    after = run(REQUESTS)
+    report.fact(
+        f"{REQUESTS} requests",
+        {
+            "seconds": round(time.perf_counter() - start, 1),
+            "free slots": engine.stats.free_slots,
+            "allocated grew by": after[0] - before[0],
+            "reserved grew by": after[1] - before[1],
+        },
+    )
 
 
 def large_model(report: Report, model: str, formats: list[str], parts: set[str]) -> None:
     bandwidth = read_bandwidth(DEVICE, 1)
     report.fact("bandwidth", round(bandwidth))
     context = context_needed(LONG, STEPS)
-    tokens = max(8 * (context + 256), 32 * 2048)
+    tokens = max(8 * (context + 256), SLOTS * 2048)
     engines: list[Engine] = []
     before = torch.cuda.mem_get_info()[0]
     report.part("build", 90, lambda: engines.append(build(report, model, formats[0], SLOTS, context, tokens)))
@@ -361,6 +370,8 @@ def large_model(report: Report, model: str, formats: list[str], parts: set[str])
                 report.part(f"decode {slots} x {length}", 20, case)
         if "profile" in parts:
             report.part("profile", 20, lambda: profiles(report, engine, bandwidth))
+        if "soak" in parts:
+            report.part("soak", 40, lambda: soak(report, engine))
         if "prefill" in parts:
             report.part("prefill", 40, lambda: prefills(report, engine, before))
         del engine
@@ -381,7 +392,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="fp16,int8_per_token_head,turboquant_k8v4")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=150)
-    parser.add_argument("--parts", default="small,build,same,decode,profile,prefill,kv,dense")
+    parser.add_argument("--parts", default="small,build,same,decode,profile,soak,prefill,kv,dense")
     args = parser.parse_args()
     report, parts = Report(args.out, args.seconds), set(args.parts.split(","))
     report.fact("model", args.model)
