@@ -104,12 +104,15 @@ class ProcessGroupRanks(TensorParallel):
         parts = self._all_parts(x.contiguous())  # [size, M, K]
         return parts.transpose(0, 1).reshape(len(x), -1) if self.rank == 0 else x
 
+    def let_go(self) -> None:
+        """Before `leave`: kernels of this rank that wait for one that is lost end, with results that mean nothing."""
+        if self.places is not None:
+            self.places.let_go()
+
     def leave(self) -> None:
         """End the group, from this rank's side: another thread that waits in it for a lost rank gets an error, and the
         group's own threads end while the interpreter is still whole. Nothing if that has been done. Graphs that recorded
         its collectives must be gone: NCCL waits for them."""
-        if self.places is not None:
-            self.places.let_go()
         group = self.group
         object.__setattr__(self, "group", None)
         if group is not None and group.name() == "nccl":

@@ -193,6 +193,8 @@ class RankGroup:
 
     def _end(self) -> None:
         self._closed = True
+        if self._tp is not None:
+            self._tp.let_go()
         for call in self._before_the_end:
             call()
         if self._tp is not None:
