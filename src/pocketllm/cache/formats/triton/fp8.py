@@ -7,18 +7,31 @@ import torch
 import triton
 import triton.language as tl
 
+from pocketllm.cache.formats.fp8 import FACTORS, TINY
 from pocketllm.kernels.triton.numerics import fp8_over_256
 from pocketllm.kernels.triton.pieces import TritonPieces
 from pocketllm.kernels.triton.storage import load_plane
 
+_FACTORS, _TRIES, _TINY = tl.constexpr(FACTORS), tl.constexpr(len(FACTORS)), tl.constexpr(TINY)
+
 
 @triton.jit
 def _store(codes, scales, row, x, D: tl.constexpr, DP: tl.constexpr):
+    """The search of `fp8.encode_e4m3`: four scales, the codes that fit best, their unbiased scale."""
     d = tl.arange(0, DP)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
-    y = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
-    tl.store(codes + row * D + d, y.to(tl.float8e4nv), mask=d < D)
-    tl.store(scales + row, scale)
+    first = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 448.0
+    best = tl.zeros_like(x)
+    most = -1.0
+    for i in tl.static_range(_TRIES):
+        tried = tl.minimum(tl.maximum(x / (first * _FACTORS[i]), -448.0), 448.0).to(tl.float8e4nv).to(tl.float32)
+        product, square = tl.sum(x * tried, axis=0), tl.sum(tried * tried, axis=0)
+        explained = product * product / tl.maximum(square, _TINY)
+        better = (explained > most) | (explained != explained)
+        best = tl.where(better, tried, best)
+        most = tl.where(better, explained, most)
+    product = tl.maximum(tl.sum(x * best, axis=0), _TINY)
+    tl.store(codes + row * D + d, best.to(tl.float8e4nv), mask=d < D)
+    tl.store(scales + row, tl.maximum(tl.sum(x * x, axis=0) / product, _TINY))
 
 
 @triton.jit
