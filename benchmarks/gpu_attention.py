@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pocketllm.cache.formats import KV_FORMATS
 from pocketllm.kernels import reference
 from pocketllm.kernels import triton as kernels
-from pocketllm.kernels.triton.attention import LONG, attend_with, prefill_with, stored_queries
+from pocketllm.kernels.triton.attention import LONG, attend_with, prefill_with
 from pocketllm.kernels.triton.tune import CASES, PAGE, Case, attend_calls, random_layers, time_graph
 from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, PrefillConfig, attention_config
 from pocketllm.kernels.types import AttentionMask, LayerKV, PrefillPart
@@ -183,13 +183,6 @@ class Checks:
         return f"err {error:.1e} bits {'same' if same else 'DIFFER'}"
 
 
-def given_queries(config: AttentionConfig, layers: list[LayerKV], case: Case) -> list[Any]:
-    q = torch.randn(case.slots, 1, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
-    slots, lens = torch.arange(case.slots, device=DEVICE).int(), torch.full((case.slots,), case.context, device=DEVICE)
-    arguments = (q, slots, lens.int(), HEAD_DIM**-0.5, AttentionMask(), None, stored_queries(layers[0], q))
-    return [partial(attend_with, config, kv, *arguments) for kv in layers]
-
-
 def compile_in_worker(name: str, config: AttentionConfig, new_tokens: tuple[int, ...]) -> None:
     """Every kernel of a format with these sizes, run over slots without a token."""
     planes = tuple(
@@ -234,9 +227,9 @@ def compare_variants(names: list[str], seconds: float, workers: int) -> None:
     layers = {name: random_layers(KV_FORMATS[name], HEAD_DIM, KV_HEADS, 8, 32768, DEVICE) for name in names}
     checks: dict[str, Checks] = {}
     print(
-        f"({time.time() - began:.0f} s) split, sizes of decode / of verify | decode 8x32768, 1x32768, 8x4096,", end=" "
+        f"({time.time() - began:.0f} s) split, sizes of decode / of verify | decode 8x32768, 1x32768, 8x4096", end=" "
     )
-    print("8x32768 with rotated q | verify 4 tokens at 8x32768 | its share of decode")
+    print("| verify 4 tokens at 8x32768 | its share of decode")
     for name, variant in turns:
         if time.time() - began > seconds:
             print("out of time at", name, short(variant[0]))
@@ -248,7 +241,6 @@ def compare_variants(names: list[str], seconds: float, workers: int) -> None:
                 checks[name] = Checks(kv[CASES[2]][0])
             line = f"{line:80} {checks[name].report(config)}"
             times = [time_graph(attend_calls(config, kv[case], case, HEADS, torch.bfloat16), 5) for case in CASES]
-            times.append(time_graph(given_queries(config, kv[CASES[0]], CASES[0]), 5))
             line += " us " + " ".join(f"{us:6.1f}" for us in times)
             verify = Case(CASES[0].slots, CASES[0].context, VERIFIED)
             us = time_graph(attend_calls(config, kv[CASES[0]], verify, HEADS, torch.bfloat16), 5)

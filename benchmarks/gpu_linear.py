@@ -76,6 +76,18 @@ def random_weight(name: str, n: int, k: int) -> LinearWeight:
     return LinearWeight(FORMATS[name], (n, k), tuple(planes))
 
 
+def random_layers() -> list[dict[str, LinearWeight]]:
+    """The weights of every layer by name: one in four is attention."""
+    return [
+        {
+            name: random_weight("fp8_block", n, k)
+            for name, (n, k, _, _) in SHAPES.items()
+            if name != ("gdn_in" if i % 4 == 3 else "attn_in")
+        }
+        for i in range(LAYERS)
+    ]
+
+
 def product(weight: LinearWeight, gated: bool) -> Callable[[Tensor], Tensor]:
     return partial(kernels.gated_linear if gated else kernels.linear, weight=weight)
 
@@ -274,14 +286,7 @@ def main() -> None:
     report = Report(copy_bandwidth(), options.out, options.seconds)
     torch.cuda.empty_cache()
     print(f"copy {report.bandwidth / 1e12:.3f} TB/s", flush=True)
-    layers = [
-        {
-            name: random_weight("fp8_block", n, k)
-            for name, (n, k, _, _) in SHAPES.items()
-            if name != ("gdn_in" if i % 4 == 3 else "attn_in")
-        }
-        for i in range(LAYERS)
-    ]
+    layers = random_layers()
     sections(report, layers, random_weight("bf16", *HEAD))
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gpu_attention import copy_bandwidth
 from gpu_compiler import Case, Compiler
-from gpu_linear import DEVICE, HEAD, LAYERS, SHAPES, Report, copies, error, inputs, random_weight
+from gpu_linear import DEVICE, HEAD, SHAPES, Report, copies, error, inputs, random_layers, random_weight
 from pocketllm.kernels import reference
 from pocketllm.kernels.triton.linear import few_rows_with
 from pocketllm.kernels.triton.linear_tuning import ProductConfig, linear_table, product_config
@@ -197,14 +197,7 @@ def main() -> None:
     torch.manual_seed(0)
     report = Report(copy_bandwidth(), None, options.seconds)
     print(f"copy {report.bandwidth / 1e12:.3f} TB/s", flush=True)
-    layers = [
-        {
-            name: random_weight("fp8_block", n, k)
-            for name, (n, k, _, _) in SHAPES.items()
-            if name != ("gdn_in" if i % 4 == 3 else "attn_in")
-        }
-        for i in range(LAYERS)
-    ]
+    layers = random_layers()
     weights = {name: copies(layers, name) for name in SHAPES}
     weights |= {"head": [random_weight("bf16", *HEAD) for _ in range(2)]}
     weights |= {fmt: [random_weight(fmt, *CASES[fmt][1:3]) for _ in range(24)] for fmt in ("w8", "w4")}

@@ -125,6 +125,21 @@ def test_a_callers_slot_goes_on_after_an_abort(kind: str, tmp_path: Path) -> Non
 
 
 @each_kind
+def test_a_callers_slot_keeps_its_tokens_when_its_request_ends_beside_others(kind: str, tmp_path: Path) -> None:
+    """At its last step another prompt is computed, so nothing is launched ahead; what was before has been used."""
+    running, found = engine(kind, tmp_path, max_batch_size=2), {}
+    running.looks_ahead = True
+    slot = running.acquire_slot(60)
+    running.add_request(prompt(9), SamplingParams(max_tokens=6, ignore_eos=True), request_id="r", slot=slot)
+    for _ in range(5):
+        note(found, running.step())
+    running.add_request(prompt(30, 3), SamplingParams(max_tokens=2))
+    while running.has_work:
+        note(found, running.step())
+    assert running.slots.token_ids[slot] == prompt(9) + found["r"][:5]
+
+
+@each_kind
 def test_a_callers_passes_in_between_do_not_spoil_it(kind: str, tmp_path: Path) -> None:
     def run(looks_ahead: bool) -> Found:
         running, found = engine(kind, tmp_path, max_batch_size=2), {}

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 from pocketllm.cache.formats import kv_format
 from pocketllm.cli.main import app
-from pocketllm.kernels.triton import tune, tuning
+from pocketllm.kernels.triton import linear_tuning, tune, tuning
 from pocketllm.kernels.triton.tuning import AttendConfig, PrefillConfig
 
 CPU = torch.device("cpu")
@@ -50,19 +50,20 @@ def test_the_quickest_sizes_are_written_and_found(home: Path, monkeypatch: pytes
     before = tuning.attention_config(CPU, 64, 136)
     found = tune.tune_format(kv_format("fp8"), 64, 4, 1, CPU, lambda sizes, times: None)
     assert (found.attend, found.prefill, found.token_bytes) == (BEST, BEST_PREFILL, 136)
-    path = tune.write_table(home, "default", tuning.device_table("default"), [found])
+    path = tune.write_table(home, "default", tuning.device_table("default")["attention"], [found])
     tuning.attention_config.cache_clear()
     assert tuning.attention_config(CPU, 64, 136) == found != before
-    # What else the table said stays, and a second run replaces the first one's entry.
-    again = tune.write_table(home, "default", tuning.device_table("default"), [found])
+    # What else the package says stays its own, and a second run replaces the first one's entry.
+    again = tune.write_table(home, "default", tuning.device_table("default")["attention"], [found])
     table = json.loads(again.read_text())
     assert again == path
-    assert table["linear"]["defaults"]
+    assert set(table) == {"device", "attention"}
+    assert linear_tuning.parse(tuning.device_table("default")["linear"]).defaults
     assert sum(entry["head_dim"] == 64 for entry in table["attention"]) == 1
 
 
 def test_other_devices_keep_their_tables(home: Path) -> None:
-    tune.write_table(home, "Some GPU 2", tuning.device_table("default") | {"attention": []}, [])
+    tune.write_table(home, "Some GPU 2", [], [])
     assert (home / "some-gpu-2.json").exists()
     assert tuning.device_table("Some GPU 2")["attention"] == []
     assert tuning.device_table("Another")["attention"]

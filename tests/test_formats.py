@@ -52,6 +52,18 @@ def test_a_format_keeps_what_it_promises(fmt: KVFormat, head_dim: int) -> None:
     assert fmt.bytes_per_token(head_dim) == sum(p[0, 0].nbytes for p in planes)
 
 
+def test_fp8_chooses_its_scale() -> None:
+    """Less error than with the largest value at the end of the range, and k . decode(k) = |k|^2."""
+    torch.manual_seed(3)
+    k = torch.randn(500, 1, 64)
+    fmt = KV_FORMATS["fp8"]
+    got, _ = fmt.decode(fmt.encode(k, k), 64)
+    torch.testing.assert_close((got * k).sum(-1), k.square().sum(-1), rtol=1e-5, atol=0)
+    scale = k.abs().amax(-1, keepdim=True) / 448
+    plain = (k / scale).to(torch.float8_e4m3fn).float() * scale
+    assert (got - k).square().sum() < 0.9 * (plain - k).square().sum()
+
+
 def test_four_bits_of_v_are_not_short_of_it() -> None:
     """v . decode(v) = |v|^2: attention averages errors away, but not a scale that is always too small."""
     torch.manual_seed(5)

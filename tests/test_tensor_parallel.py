@@ -324,6 +324,28 @@ def test_an_error_in_a_pass_ends_the_engine(tmp_path: Path, monkeypatch: pytest.
     assert engine.failure is not None
 
 
+def test_what_is_computed_after_a_rank_is_lost_reaches_nobody(tmp_path: Path) -> None:
+    """Kernels that wait for a lost rank are let go with numbers that mean nothing."""
+    folder, _ = tiny_models.make("qwen3", tmp_path)
+    engine = Engine(folder, tensor_parallel=2, launch=ThreadRanks, **SIZES)
+    forward = engine.runner.forward
+
+    def lose(*arguments: Any, **named: Any) -> Tensor:
+        logits = forward(*arguments, **named)
+        engine._ranks.failure = RankError("a rank is gone")
+        return logits
+
+    engine.runner.forward = lose
+    engine.add_request(prompt(5), SamplingParams(max_tokens=3))
+    with pytest.raises(RankError, match="is gone"):
+        engine.step()
+    slot = engine.acquire_slot(20)
+    engine._ranks.failure = None
+    with pytest.raises(RankError, match="is gone"):
+        engine.batch_prefill([SlotRequest(slot, prompt(5))])
+    engine.close()
+
+
 def test_kernels_of_ones_own_are_for_one_rank(tmp_path: Path) -> None:
     from pocketllm.kernels import reference
 

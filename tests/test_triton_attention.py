@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor  # noqa: E402
 from pocketllm.cache.formats import KV_FORMATS, KVFormat  # noqa: E402
 from pocketllm.kernels import reference  # noqa: E402
 from pocketllm.kernels import triton as kernels  # noqa: E402
-from pocketllm.kernels.triton.attention import attend_with, stored_queries  # noqa: E402
+from pocketllm.kernels.triton import attention  # noqa: E402
+from pocketllm.kernels.triton.attention import attend_with  # noqa: E402
 from pocketllm.kernels.triton.pieces import TritonPieces  # noqa: E402
 from pocketllm.kernels.triton.storage import load_plane  # noqa: E402
 from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, PrefillConfig  # noqa: E402
@@ -183,22 +183,20 @@ def test_a_verified_token_is_a_decoded_one(kv_format: KVFormat, q_len: int) -> N
 
 
 @pytest.mark.parametrize("kv_format", [FORMATS[n] for n in ("fp16", "fp8", "turboquant_k8v4")], ids=lambda f: f.name)
-@pytest.mark.parametrize("sizes", [{}, {"blocks": 2}, {"halves": True}], ids=str)
-def test_sizes_a_gate_and_given_queries(kv_format: KVFormat, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("halves", "most_blocks"), [(False, 4), (False, 2), (True, 4)])
+def test_other_sizes(kv_format: KVFormat, halves: bool, most_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MOST_BLOCKS", most_blocks)
     dim, group, lens = 128, 6, [270, 3, 130]
     kv = make_kv(kv_format, lens, dim=dim, heads=1, page=128)
-    attend = AttendConfig(128, 64, 2, 4, 3, **sizes)
+    attend = AttendConfig(128, 64, 2, 4, 3, halves)
     config = AttentionConfig(dim, 0, attend, attend, PrefillConfig(64, 32, 4, 2))
-    q, (_, gate) = torch.randn(3, 3, group, dim, device=DEVICE), torch.randn(3, 3, group, 2 * dim).chunk(2, dim=-1)
+    q = torch.randn(3, 3, group, dim, device=DEVICE)
     arguments = (ints(0, 1, 2), ints(270, 3, 130), dim**-0.5, EVERYTHING)
     wanted = reference.attend(kv, q, *arguments)
-    given = stored_queries(kv, q)
-    assert error(attend_with(config, kv, q, *arguments, stored_q=given), wanted) < limit(kv_format)
-    gate = gate.to(DEVICE)
-    got = attend_with(config, kv, q, *arguments, gate=gate)
-    assert error(got, wanted * gate.sigmoid()) < limit(kv_format)
+    got = attend_with(config, kv, q, *arguments)
+    assert error(got, wanted) < limit(kv_format)
     first = attend_with(config, kv, q[:, :1], ints(0, 1, 2), ints(268, 1, 128), dim**-0.5, EVERYTHING)
-    assert same(first, attend_with(config, kv, q, *arguments)[:, :1], kv_format)
+    assert same(first, got[:, :1], kv_format)
 
 
 @every_format

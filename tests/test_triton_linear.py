@@ -334,3 +334,8 @@ def test_narrow_weights_are_split_and_wide_ones_are_not() -> None:
         config = product_config(table, 132, "fp8_block", n, k, 1)
         assert (config.splits > 1) == split
         assert config.splits * config.block_k * 4 <= k  # four tiles a split at least
+
+
+def test_kernels_start_early_up_to_a_number_of_rows() -> None:
+    table = replace(TABLE, early=2, early_rows=8)
+    assert [table.early_for(rows) for rows in (1, 8, 9, 64)] == [2, 2, 0, 0]

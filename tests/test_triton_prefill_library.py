@@ -33,7 +33,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
 
 @formats
 @pytest.mark.parametrize(
-    ("before", "new"), [(0, 70), (64, 100), (331, 150), (4096, 2304)] if GPU else [(0, 70), (203, 40)]
+    ("before", "new"), [(0, 70), (64, 100), (331, 150), (4096, 2304)] if GPU else [(0, 70), (203, 40), (20, 150)]
 )
 @pytest.mark.parametrize("dim", [64, 256] if GPU else [64])
 def test_a_chunk_is_the_references(
@@ -41,13 +41,22 @@ def test_a_chunk_is_the_references(
 ) -> None:
     heads, group = 2, 3
     attend = library_attention if HOPPER else torch_attention
-    monkeypatch.setattr(prefill_library, "BUFFER", 128 * 2 * heads * dim * 2)  # 128 tokens: several pieces
+    held = 128  # tokens that the buffer holds: of longer chunks only a part at a time is attended
+    monkeypatch.setattr(prefill_library, "BUFFER", held * 2 * heads * dim * 2)
+    sizes: list[int] = []
+
+    def noting(q: Tensor, k: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+        sizes.append(len(k))
+        return attend(q, k, *arguments)  # type: ignore[arg-type]
+
     kv = make_kv(kv_format, [17, before + new], dim=dim, heads=heads)
     q = torch.randn(new, heads * group, dim, device=DEVICE)
     wanted = reference.prefill(kv, q, ints(1), ints(0, new), ints(before + new), dim**-0.5, EVERYTHING)
-    got = long_prefill(kv, q, PrefillPart(1, new, before + new), dim**-0.5, attend)
+    got = long_prefill(kv, q, PrefillPart(1, new, before + new), dim**-0.5, noting)
     assert got.dtype == q.dtype
     assert error(got, wanted) < limit(kv_format)
+    assert max(sizes) <= held
+    assert len(sizes) > 1 or before + new <= held
 
 
 def test_long_chunks_take_the_library_and_short_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

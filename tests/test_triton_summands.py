@@ -116,3 +116,9 @@ def test_few_bytes_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     few = linear_summands(x, weight, place)
     assert few.parts.shape == (1, 5, 48)
     assert torch.equal(few.parts[0], total)
+
+
+def test_no_more_programs_meet_than_there_are_flags() -> None:
+    place, _, _ = ranks_of(2, 2**22, 0, programs=1)
+    with pytest.raises(ValueError, match="at most 1024"):
+        add_up(Summands(place.room((1, 64, 17 * 1024), torch.float16), place), torch.float32)

@@ -8,6 +8,7 @@ operations of a larger group come from a subclass; with one rank there is nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,10 @@ class Place:
     flags: Tensor  # [size] int64: addresses of each rank's flags, [MOST_MEETINGS, size] int32; a flag is 1 from when a
     rank: int  # kernel has said that its rank's memory is ready until the one it says it to has seen that
     size: int
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor at the beginning of `memory`."""
+        return self.memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +152,7 @@ class TensorParallel:
         return x
 
 
-SMALL_BATCH = 64  # rows up to which a row's sum must not depend on the number of rows
+SMALL_BATCH = 64  # rows up to which a row's sum, in a product or over the ranks, must not depend on their number
 MIXER, FEED_FORWARD, EMBEDDING = range(3)  # see `TensorParallel.place`
 NUM_PLACES = 3
 MOST_MEETINGS = 1024  # programs of one kernel that meet those of the other ranks

@@ -58,7 +58,7 @@ def tune(
 
         found.append(tuner.tune_format(kind, config.head_dim, config.num_heads, config.num_kv_heads, device, note))
     name = device_name(device)
-    path = tuner.write_table(folder or user_folder(), name, device_table(name), found)
+    path = tuner.write_table(folder or user_folder(), name, device_table(name)["attention"], found)
     if json:
         console.print_json({"table": str(path), "entries": [tuner.as_entry(entry) for entry in found]})
     else:

@@ -59,10 +59,11 @@ class DecodeAhead:
         return end <= self._slots.max_context and self._slots.pages.extend(request.slot, end)
 
     def take(self, item: SlotTokens, request: Request) -> PassResult | None:
-        """The result of this item of a decode pass, if it has been launched."""
+        """The result of this item of a decode pass, if it has been launched; once."""
         launched, position, row = self._rows.get(item.slot, (None, 0, 0))
         if self._logits is None or launched is not request or position != item.start:
             return None
+        del self._rows[item.slot]
         return PassResult(self._logits[row])
 
     def drop(self, request: Request) -> bool:

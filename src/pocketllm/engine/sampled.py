@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -34,6 +34,7 @@ class SampleResult:
     is_bad: Tensor  # [n] bool
     _logprobs: LogprobTensors | None = None
     _forbidden: Tensor | None = None  # [n] bool; None: no row
+    _sent: list[tuple[Tensor, torch.cuda.Event]] = field(default_factory=list)  # none or one: on its way to the host
 
     @property
     def simple(self) -> bool:
@@ -41,23 +42,23 @@ class SampleResult:
         return self._logprobs is None and self._forbidden is None
 
     def send(self) -> None:
-        """Begin the transfer to the host: what is launched after this is not waited for."""
-        both = torch.stack((self.tokens, self.is_bad.long()))
-        if both.device.type != "cuda":
-            self.__dict__["_on_host"] = both.tolist()
+        """Begin the transfer to the host: what is launched after this is not waited for. (On a CPU there is none.)"""
+        if self.tokens.device.type != "cuda":
             return
+        both = self._both()
         there = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        self.__dict__["_sent"] = there, arrived
+        self._sent.append((there, arrived))
+
+    def _both(self) -> Tensor:
+        """tokens and is_bad, [2, n]: for one transfer."""
+        return torch.stack((self.tokens, self.is_bad.long()))
 
     @cached_property
     def _on_host(self) -> list[list[int]]:
-        """tokens and is_bad, in one transfer."""
-        there, arrived = self.__dict__.get("_sent", (None, None))
-        if there is None:
-            there = torch.stack((self.tokens, self.is_bad.long()))
-        else:
+        there = self._both() if not self._sent else self._sent[0][0]
+        for _, arrived in self._sent:
             arrived.synchronize()
         both: list[list[int]] = there.tolist()
         return both

@@ -86,9 +86,7 @@ class RowParallelLinear:
 
 def sum_over_ranks(x: Tensor, tp: TensorParallel, kernels: Kernels, place: int) -> Summands:
     """x [M, N], a summand of each rank, for every rank to add up."""
-    memory = tp.place(place, len(x)) if kernels.meets_ranks else None
-    if memory is None:
+    found = tp.place(place, len(x)) if kernels.meets_ranks else None
+    if found is None:
         return Summands.of(tp.all_reduce(x))
-    own = memory.memory[: x.nbytes].view(x.dtype).view(1, *x.shape)
-    own.copy_(x)
-    return Summands(own, memory)
+    return Summands(found.room((1, *x.shape), x.dtype).copy_(x), found)

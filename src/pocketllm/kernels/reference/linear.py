@@ -10,14 +10,13 @@ from torch import Tensor
 
 from pocketllm.kernels.reference.rowwise import silu_mul
 from pocketllm.kernels.types import LinearWeight
-from pocketllm.parallel import Place, Summands
+from pocketllm.parallel import SMALL_BATCH, Place, Summands
 
 
 def pack_weight(weight: LinearWeight) -> LinearWeight:
     return weight
 
 
-SMALL_BATCH = 64  # rows up to which a row's result does not depend on the number of rows
 BLOCK = 8
 DECODE_ROWS = 4096  # rows of a quantised weight decoded at a time: bounds the workspace
 

@@ -246,15 +246,14 @@ def load_parts(part_out, part_sums, part, start, count, d, D: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize_on_alignment=["kv_lens"])
 def merge_kernel(
-    part_out, part_sums, kv_lens, signs, gate, gate_stride, gate_head_stride, out, max_splits,
-    ROWS: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+    part_out, part_sums, kv_lens, signs, out, max_splits,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row of out [n * ROWS, D], ROWS = Q * HQ, and CHUNK dims: its splits in order, BLOCK at a time.
 
-    signs [D] or None: the rotation to take back, which needs whole rows (CHUNK = DP). gate [n * Q, HQ, D] or None: values
-    are multiplied by its sigmoid. A program that no split concerns writes zeros. Splits in which the row sees nothing
-    change no bit: a verified row may have more of them than a decoded one.
+    signs [D] or None: the rotation to take back, which needs whole rows (CHUNK = DP). A program that no split concerns
+    writes zeros. Splits in which the row sees nothing change no bit: a verified row may have more of them than decoded.
 
     A short kernel that runs once is mostly waiting, for memory and for its own code: so everything it needs is loaded at
     once, the next block before this one is worked on, and few splits at a time keep the code small.
@@ -265,9 +264,6 @@ def merge_kernel(
     d = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     if signs is not None:
         sign = tl.load(signs + d, mask=d < D, other=0.0)
-    if gate is not None:
-        at = (row // HQ).to(tl.int64) * gate_stride + row % HQ * gate_head_stride
-        gates = tl.load(gate + at + d, mask=d < D, other=0.0).to(tl.float32)
     values = tl.zeros([CHUNK], tl.float32)
     largest, total = float("-inf"), 0.0
     tile, tile_largest, tile_total = load_parts(part_out, part_sums, part, 0, count, d, D, BLOCK)
@@ -283,6 +279,4 @@ def merge_kernel(
     values = values * (SPLIT / tl.where(total > 0.0, total, 1.0))
     if signs is not None:
         values = hadamard(values, D, DP) * sign
-    if gate is not None:
-        values *= tl.sigmoid(gates)
     tl.store(out + row.to(tl.int64) * D + d, values.to(out.dtype.element_ty), mask=d < D)

@@ -27,6 +27,7 @@ from pocketllm.kernels.triton.tuning import (
 from pocketllm.kernels.types import AttentionMask, LayerKV
 
 ROWS = 8  # query rows of a block: the fewest a product takes
+MOST_BLOCKS = 4  # of query rows that share a tile of K and V
 FLOAT32_TOKENS = 32  # most of a tile where products run in float32
 LOG2E = 1.4426950408889634
 LONG = 2048  # tokens of a chunk from which on decoding K and V for the library pays (`prefill_library`)
@@ -113,22 +114,8 @@ def stored_queries(kv: LayerKV, q: Tensor) -> Tensor:
     return q if signs is None else rotate(q, torch.empty_like(q, dtype=pieces_of(kv).dtype), signs, back=False)
 
 
-def attend(
-    kv: LayerKV,
-    q: Tensor,
-    slot_ids: Tensor,
-    kv_lens: Tensor,
-    scale: float,
-    mask: AttentionMask,
-    gate: Tensor | None = None,
-    stored_q: Tensor | None = None,
-) -> Tensor:
-    """`kernels.protocol.Kernels.attend`, and two things that save launches.
-
-    gate      [n, Q, Hq, D], neighbouring numbers along D: the result is multiplied by its sigmoid
-    stored_q  `stored_queries(kv, q)`, where an earlier kernel has made it
-    """
-    return attend_with(_config(kv), kv, q, slot_ids, kv_lens, scale, mask, gate, stored_q)
+def attend(kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor, scale: float, mask: AttentionMask) -> Tensor:
+    return attend_with(_config(kv), kv, q, slot_ids, kv_lens, scale, mask)
 
 
 def attend_with(
@@ -139,8 +126,6 @@ def attend_with(
     kv_lens: Tensor,
     scale: float,
     mask: AttentionMask,
-    gate: Tensor | None = None,
-    stored_q: Tensor | None = None,
 ) -> Tensor:
     """`attend` with given tile sizes, as the tuner calls it."""
     n, q_len, num_heads, head_dim = q.shape
@@ -148,35 +133,27 @@ def attend_with(
     max_splits = -(-kv.block_table.shape[1] * kv.page_size // chosen.split)
     at_a_time = max(PARTIALS // (q_len * num_heads * max_splits * (head_dim + 2) * 4), 1)
     q = q.contiguous()
-    stored_q = stored_queries(kv, q) if stored_q is None else stored_q
-    gate = None if gate is None else gate.flatten(0, 1)
     out = torch.empty_like(q)
     for i in range(0, n, at_a_time):
         part = slice(i, min(i + at_a_time, n))
-        part_gate = None if gate is None else gate[part.start * q_len : part.stop * q_len]
-        _attend(
-            kv, q[part], stored_q[part], slot_ids[part], kv_lens[part], scale, mask, part_gate, out[part], chosen,
-            max_splits,
-        )  # fmt: skip
+        _attend(kv, q[part], slot_ids[part], kv_lens[part], scale, mask, out[part], chosen, max_splits)
     return out
 
 
 def _attend(
     kv: LayerKV,
     q: Tensor,
-    stored_q: Tensor,
     slot_ids: Tensor,
     kv_lens: Tensor,
     scale: float,
     mask: AttentionMask,
-    gate: Tensor | None,
     out: Tensor,
     config: AttendConfig,
     max_splits: int,
 ) -> None:
     n, q_len, num_heads, head_dim = q.shape
     pieces, device, kv_heads = pieces_of(kv), q.device, kv.planes[0].shape[2]
-    signs = signs_of(pieces, device)
+    signs, stored_q = signs_of(pieces, device), stored_queries(kv, q)
     rows = n * q_len * num_heads
     half, padded = _half(kv), _padded(head_dim)
     part_dtype = torch.float16 if pieces.scaled else torch.float32
@@ -185,7 +162,7 @@ def _attend(
     block_n = min(config.block_n, kv.page_size, FLOAT32_TOKENS if pieces.dtype == torch.float32 else config.block_n)
     blocks = -(-num_heads // kv_heads * q_len // ROWS)
     # Products in float32 and a key bias's terms leave no registers for a second block.
-    most = config.blocks if half == 0 and pieces.dtype.itemsize == 2 else 1
+    most = MOST_BLOCKS if half == 0 and pieces.dtype.itemsize == 2 else 1
     blocks = -(-blocks // -(-blocks // most))  # of a piece of work, all of about one size
     as_stored = all(p.dtype == pieces.dtype for p in kv.planes)
     unpack = not as_stored and pieces.dtype.itemsize == 2
@@ -201,10 +178,9 @@ def _attend(
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=FUSION,
     )  # fmt: skip
     chunk = min(padded, 64) if signs is None else padded
-    gate_strides = (0, 0) if gate is None else gate.stride()[:2]
     merge_kernel[(rows, padded // chunk)](
-        part_out, part_sums, kv_lens, signs, gate, *gate_strides, out, max_splits, ROWS=q_len * num_heads,
-        HQ=num_heads, D=head_dim, DP=padded, CHUNK=chunk, SPLIT=config.split, BLOCK=min(32, 8192 // chunk),
+        part_out, part_sums, kv_lens, signs, out, max_splits, ROWS=q_len * num_heads,
+        D=head_dim, DP=padded, CHUNK=chunk, SPLIT=config.split, BLOCK=min(32, 8192 // chunk),
         num_warps=4 if chunk <= 64 else 8, num_stages=1, enable_fp_fusion=FUSION,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.types import GatedDeltaWeights, LayerState
 
 CONV_TOKENS = 16  # of one program of the convolution (64 took longer on an H200)
-NORM_ROWS = 16
+NORM_ROWS = 16  # heads of tokens of one program of prefill's norm
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def gated_delta_prefill(
         HV=heads, DK=dk, DV=dv, C=channels, DKP=dkp, BLOCK_V=columns, CHUNK=CHUNK, PRECISION=precision,
         num_warps=SCAN.warps, num_stages=1 if exact else SCAN.stages,
     )  # fmt: skip
-    _gated_norm(out, z, w, out)
+    _gated_norm(out, z, w, out, rows=NORM_ROWS, warps=4)
     return out
 
 
@@ -163,16 +163,15 @@ def _steps(
         slot_ids, q_len, journal_len, int(verify), raw, HK=key_heads, HV=heads, DK=dk, DV=dv, C=channels,
         DKP=_padded(dk), BLOCK_V=columns, num_warps=STEP.warps, EARLY=early, launch_pdl=early > 0,
     )  # fmt: skip
-    _gated_norm(raw, z, w, out)
+    _gated_norm(raw, z, w, out, rows=1, warps=1)  # whatever their number: a verified row is a decoded one
     return out
 
 
-def _gated_norm(raw: Tensor, z: Tensor, w: GatedDeltaWeights, out: Tensor) -> None:
-    """raw [T, HV * DV] -> out, which may be the same tensor."""
+def _gated_norm(raw: Tensor, z: Tensor, w: GatedDeltaWeights, out: Tensor, *, rows: int, warps: int) -> None:
+    """raw [T, HV * DV] -> out, which may be the same tensor. rows: heads of tokens that a program takes."""
     heads, dv, early = w.num_value_heads, w.value_head_dim, linear_table(z.device).early_for(len(raw))
     num_rows = len(raw) * heads
-    rows = NORM_ROWS if num_rows >= 64 * NORM_ROWS * 16 else 1  # few: spread over the device
     gated_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        raw, z, z.stride(0), w.norm, out, num_rows, w.eps, HV=heads, DV=dv, DVP=max(_padded(dv), 16), ROWS=rows,
-        EARLY=early, num_warps=4 if rows > 1 else 1, launch_pdl=early > 0,
+        raw, z, z.stride(0), w.norm, out, num_rows, w.eps, HV=heads, DV=dv, DVP=_padded(dv), ROWS=rows, EARLY=early,
+        num_warps=warps, launch_pdl=early > 0,
     )  # fmt: skip

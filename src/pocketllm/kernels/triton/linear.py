@@ -24,8 +24,8 @@ from pocketllm.kernels.triton.linear_pieces import pieces_of, planes_of
 from pocketllm.kernels.triton.linear_tuning import LinearTable, ProductConfig, TileConfig, linear_table, product_config
 from pocketllm.kernels.triton.tuning import multiprocessors
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.parallel import SMALL_BATCH
 
-SMALL_BATCH = 64  # rows up to which a row's result does not depend on the number of rows
 BLOCK_ROWS = 8  # rows of one product of tensor cores there
 Memory = Callable[[tuple[int, ...]], Tensor]  # shape -> a float32 tensor to write to
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

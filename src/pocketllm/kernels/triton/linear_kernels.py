@@ -174,6 +174,15 @@ def product_kernel(
         tl.store(at, result.to(out.dtype.element_ty), mask=(n < outputs)[:, None] & (m[b] < num_rows)[None, :])
 
 
+@triton.jit
+def sum_of_splits(at, stride, mask, SPLITS: tl.constexpr):
+    """The elements at pointers `at` [..] of the first split and those of the others, each `stride` further, in order."""
+    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(at + split * stride, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
     part, bias, out, num_rows, N, SPLITS: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
@@ -190,9 +199,7 @@ def merge_kernel(
     totals = ()
     for half in tl.static_range(HALVES):
         at = part + row * N + half * outputs + n
-        total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        for split in tl.static_range(1, SPLITS):
-            total += tl.load(at + split * num_rows.to(tl.int64) * N, mask=mask, other=0.0).to(tl.float32)
+        total = sum_of_splits(at, num_rows.to(tl.int64) * N, mask, SPLITS)
         if bias is not None:
             total += tl.load(bias + half * outputs + n, mask=mask, other=0.0)
         totals = totals + (total,)

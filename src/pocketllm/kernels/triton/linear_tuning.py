@@ -6,13 +6,13 @@ a row is summed. What only concerns speed (outputs of a program, warps, stages) 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import torch
+
+from pocketllm.kernels.triton.tuning import device_name, device_table
 
 SHARED = 96 * 1024  # bytes of shared memory a program may take for its stages, so that two fit a multiprocessor
 MOST_SPLITS = 16
@@ -112,11 +112,7 @@ def parse(entry: dict[str, Any]) -> LinearTable:
 @cache
 def linear_table(device: torch.device) -> LinearTable:
     """The table of this device, or the default one."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
-    folder = resources.files(__package__) / "tuned"
-    tables = [json.loads(file.read_text()) for file in folder.iterdir() if file.name.endswith(".json")]
-    by_name = {table["device"]: table["linear"] for table in tables}
-    return parse(by_name.get(name, by_name["default"]))
+    return parse(device_table(device_name(device))["linear"])
 
 
 @cache

@@ -8,11 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pocketllm.kernels.triton.linear import SMALL_BATCH, TYPES
+from pocketllm.kernels.triton.linear import TYPES
 from pocketllm.kernels.triton.linear_pieces import pieces_of, planes_of
 from pocketllm.kernels.triton.linear_tuning import LinearTable, linear_table
 from pocketllm.kernels.triton.moe_kernels import combine_kernel, expert_kernel
 from pocketllm.kernels.types import LinearWeight
+from pocketllm.parallel import SMALL_BATCH
 
 FEW_ROWS, MANY_ROWS = 8, 64  # of a block, in a batch of up to 64 rows and beyond
 

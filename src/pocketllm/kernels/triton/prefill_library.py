@@ -121,16 +121,16 @@ def prefill(
     usable = parts is not None and _has_library(q.device) and fits(kv, mask)
     if parts is None or not usable or all(part.num_tokens < LONG for part in parts):
         return attention.prefill(kv, q, slot_ids, cu_seqlens_q, kv_lens, scale, mask)
-    out, first = torch.empty_like(q), 0
+    outs, first = [], 0
     for i, part in enumerate(parts):
-        rows = slice(first, first + part.num_tokens)
+        some = q[first : first + part.num_tokens]
         if part.num_tokens >= LONG:
-            out[rows] = long_prefill(kv, q[rows], part, scale, library_attention)
+            outs.append(long_prefill(kv, some, part, scale, library_attention))
         else:
             bounds = cu_seqlens_q[i : i + 2] - cu_seqlens_q[i]
-            out[rows] = attention.prefill(kv, q[rows], slot_ids[i : i + 1], bounds, kv_lens[i : i + 1], scale, mask)
+            outs.append(attention.prefill(kv, some, slot_ids[i : i + 1], bounds, kv_lens[i : i + 1], scale, mask))
         first += part.num_tokens
-    return out
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def long_prefill(kv: LayerKV, q: Tensor, part: PrefillPart, scale: float, attend: Attention) -> Tensor:
@@ -138,16 +138,22 @@ def long_prefill(kv: LayerKV, q: Tensor, part: PrefillPart, scale: float, attend
     pieces, (num_tokens, num_heads, head_dim) = attention.pieces_of(kv), q.shape
     kv_heads, padded, device = kv.planes[0].shape[2], triton.next_power_of_2(head_dim), q.device
     most = max(BUFFER // (2 * kv_heads * head_dim * 2) // _TILE, 1) * _TILE
-    stored = attention.stored_queries(kv, q).to(pieces.dtype)
     before = part.kv_len - num_tokens
+    if num_tokens > most:  # K and V of the chunk itself must fit the buffer, too
+        ends = [*range(most, num_tokens, most), num_tokens]
+        shares = zip([0, *ends], ends, strict=False)
+        return torch.cat(
+            [long_prefill(kv, q[a:b], PrefillPart(part.slot, b - a, before + b), scale, attend) for a, b in shares]
+        )
+    stored = attention.stored_queries(kv, q).to(pieces.dtype)
     out: Tensor | None = None
     sums = torch.empty(0)
     # the chunk itself in one piece, from the tile it begins in; then what is before it, in pieces that fit the buffer
-    pieces_of_cache = [
+    spans = [
         (before, part.kv_len, True),
         *((i, min(i + most, before), False) for i in range(0, before, most)),
     ]
-    for first, last, causal in pieces_of_cache:
+    for first, last, causal in spans:
         aligned = first // _TILE * _TILE
         k = torch.empty(last - aligned, kv_heads, head_dim, dtype=pieces.dtype, device=device)
         v = torch.empty_like(k)

@@ -3,9 +3,9 @@
 
 A product over few rows is split over K to keep every multiprocessor busy, and with tensor parallelism each rank has a
 summand of its own. The kernel that needs the sum reads all the parts: no launch is spent on adding, none on sending. Ranks
-meet inside the kernel, program by program (Jia et al., FlexFlow, and TensorRT-LLM's one-shot all-reduce do likewise): each
-program tells its counterparts on the other ranks that this rank's memory is ready (everything before this kernel has
-ended), and waits to be told the same.
+meet inside the kernel, program by program, as in the one-shot all-reduces of TensorRT-LLM and vLLM: each program tells its
+counterparts on the other ranks that this rank's memory is ready (everything before this kernel has ended), and waits to be
+told the same.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from pocketllm.kernels.triton.linear import few_rows_with, linear
-from pocketllm.kernels.triton.linear_kernels import wait_for_inputs
+from pocketllm.kernels.triton.linear_kernels import sum_of_splits, wait_for_inputs
 from pocketllm.kernels.triton.linear_tuning import linear_table, product_config
 from pocketllm.kernels.triton.tuning import multiprocessors
 from pocketllm.kernels.types import LinearWeight
-from pocketllm.parallel import SMALL_BATCH, Place, Summands
+from pocketllm.parallel import MOST_MEETINGS, SMALL_BATCH, Place, Summands
 
 _BLOCK = 1024  # columns of a program that only adds
 _MOST_SENT = 2**18  # bytes of parts that other ranks read; more are added up first
@@ -31,11 +31,11 @@ _MOST_SENT = 2**18  # bytes of parts that other ranks read; more are added up fi
 
 @triton.jit
 def meet(flags, program, rank, RANKS: tl.constexpr):
-    """Returns once the counterparts of this program run on all ranks, and what their ranks wrote before can be read.
+    """Returns once the counterparts of this program run on all ranks, and what their ranks wrote before can be read (by
+    plain loads: what one thread acquires, the barrier passes on to the others of its program).
 
-    (Plain loads may follow: what one thread acquires, the barrier passes on to the others of its program.)
-
-    A flag goes from 0 to 1 and back, so the next kernel, or this one again in a replayed graph, finds it as it was.
+    flags [RANKS] int64: see `parallel.Place`. program: this one's number, below MOST_MEETINGS. A flag goes from 0 to 1 and
+    back, so the next kernel, or this one again in a replayed graph, finds it as it was.
     """
     for peer in tl.static_range(RANKS):
         if peer != rank:
@@ -58,12 +58,7 @@ def sum_of(parts, addresses, row, num_rows, n, mask, N, SPLITS: tl.constexpr, RA
         base = parts
         if RANKS > 1:
             base = tl.load(addresses + rank).to(tl.pointer_type(parts.dtype.element_ty))
-        at = base + row * N + n
-        of_rank = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        for split in tl.static_range(1, SPLITS):
-            part = tl.load(at + split * num_rows.to(tl.int64) * N, mask=mask, other=0.0)
-            of_rank += part.to(tl.float32)
-        total += of_rank
+        total += sum_of_splits(base + row * N + n, num_rows.to(tl.int64) * N, mask, SPLITS)
     return total
 
 
@@ -114,10 +109,13 @@ def add_up(x: Summands, dtype: object) -> Tensor:
     if x.single is not None:
         return x.single.to(kind)
     (splits, num_rows, n), device = x.parts.shape, x.parts.device
+    blocks = triton.cdiv(n, _BLOCK)
+    if x.place is not None and num_rows * blocks > MOST_MEETINGS:
+        raise ValueError(f"{num_rows} rows of {n} numbers: ranks meet in at most {MOST_MEETINGS} programs of {_BLOCK}")
     out = torch.empty(num_rows, n, dtype=kind, device=device)
     addresses, flags, rank, ranks = _ranks(x.place)
     early = linear_table(device).early_for(num_rows)
-    add_up_kernel[(num_rows, triton.cdiv(n, _BLOCK))](
+    add_up_kernel[(num_rows, blocks)](
         x.parts, addresses, flags, rank, out, num_rows, n, SPLITS=splits, RANKS=ranks, BLOCK=_BLOCK, EARLY=early,
         num_warps=4, launch_pdl=early > 0,
     )  # fmt: skip
@@ -150,7 +148,7 @@ def linear_summands(x: Tensor, weight: LinearWeight, place: Place | None = None)
     def memory(shape: tuple[int, ...]) -> Tensor:
         nonlocal sent
         sent = place is not None and math.prod(shape) * 4 <= _MOST_SENT
-        return torch.empty(shape, device=x.device) if place is None or not sent else _room(place, shape, torch.float32)
+        return torch.empty(shape, device=x.device) if place is None or not sent else place.room(shape, torch.float32)
 
     parts = few_rows_with(config, table, x, weight, False, memory)
     if place is None or sent:
@@ -158,12 +156,7 @@ def linear_summands(x: Tensor, weight: LinearWeight, place: Place | None = None)
     return _put(add_up(Summands(parts), torch.float32)[None], place)  # this rank's sum, not rounded: it changes nothing
 
 
-def _room(place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor at the beginning of the place's memory."""
-    return place.memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
 def _put(parts: Tensor, place: Place | None) -> Summands:
     if place is None:
         return Summands(parts)
-    return Summands(_room(place, tuple(parts.shape), parts.dtype).copy_(parts), place)
+    return Summands(place.room(parts.shape, parts.dtype).copy_(parts), place)

@@ -194,13 +194,14 @@ def tune_format(
     return AttentionConfig(head_dim, nbytes, attend, attend, prefill)
 
 
-def write_table(folder: Path, device: str, table: dict[str, Any], found: Sequence[AttentionConfig]) -> Path:
-    """`table` with what was found in the place of entries for the same sizes, as the folder's file of that device."""
-    entries = {(entry["head_dim"], entry["token_bytes"]): entry for entry in table["attention"]}
+def write_table(folder: Path, device: str, entries_before: list[Any], found: Sequence[AttentionConfig]) -> Path:
+    """The attention entries with what was found in the place of those for the same sizes, as the folder's file of that
+    device. Nothing else stands in it: the rest of a table stays the package's, also of later versions."""
+    entries = {(entry["head_dim"], entry["token_bytes"]): entry for entry in entries_before}
     entries |= {(config.head_dim, config.token_bytes): as_entry(config) for config in found}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
-    path.write_text(json.dumps(table | {"device": device, "attention": list(entries.values())}, indent=1) + "\n")
+    path.write_text(json.dumps({"device": device, "attention": list(entries.values())}, indent=1) + "\n")
     return path
 
 

@@ -21,7 +21,6 @@ class AttendConfig:
     """split: tokens per split; block_n: tokens per tile; programs per multiprocessor; Triton's warps and stages.
 
     halves: unpack V by halves of its dims, for less shared memory and fewer registers.
-    blocks: most blocks of query rows that share a tile.
     """
 
     split: int
@@ -30,7 +29,6 @@ class AttendConfig:
     warps: int
     stages: int
     halves: bool = False
-    blocks: int = 4
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,14 @@ def user_folder() -> Path:
 
 
 def device_table(name: str) -> dict[str, Any]:
-    """The table of the device called so, or the default one, as its file says."""
-    found: dict[str, dict[str, Any]] = {}
-    for folder in (user_folder(), resources.files(__package__) / "tuned"):
-        for file in sorted(folder.iterdir(), key=lambda f: f.name) if folder.is_dir() else ():
-            if file.name.endswith(".json"):
-                table = json.loads(file.read_text())
-                found.setdefault(table["device"], table)
-    return found.get(name, found["default"])
+    """The package's table of the device called so, or the default one; what the user's file has takes the place of its."""
+
+    def tables(folder: Any) -> dict[str, dict[str, Any]]:
+        files = [file for file in folder.iterdir() if file.name.endswith(".json")] if folder.is_dir() else []
+        return {table["device"]: table for table in (json.loads(file.read_text()) for file in files)}
+
+    packaged = tables(resources.files(__package__) / "tuned")
+    return {**packaged.get(name, packaged["default"]), **tables(user_folder()).get(name, {})}
 
 
 def parse(table: dict[str, Any]) -> tuple[AttentionConfig, ...]:
