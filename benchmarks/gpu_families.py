@@ -42,10 +42,10 @@ EMPTY: dict[str, dict[str, Callable[..., Any]]] = {  # family -> operation -> so
     "products": {
         "linear": _like_linear,
         "linear_summands": lambda x, weight, place=None: Summands.of(_like_linear(x, weight)),
-        "gated_linear": lambda x, weight: x.new_empty(len(x), weight.shape[0] // 2),
+        "gated_linear": lambda x, weight, readers=(): x.new_empty(len(x), weight.shape[0] // 2),
     },
     "norms": {
-        "add_rms_norm": lambda x, residual, weight, eps: torch.empty_like(residual),
+        "add_rms_norm": lambda x, residual, weight, eps, readers=(): torch.empty_like(residual),
         "rms_norm": lambda x, weight, eps: torch.empty_like(x),
     },
     "delta rule": {"gated_delta_decode": _like_delta},
@@ -53,7 +53,7 @@ EMPTY: dict[str, dict[str, Callable[..., Any]]] = {  # family -> operation -> so
     "attention's small": {
         "append": lambda *_: None,
         "norm_rope": lambda x, *_: x.new_empty(x.shape),
-        "sigmoid_mul": lambda x, gate: x,
+        "sigmoid_mul": lambda x, gate, readers=(): x,
     },
 }
 

@@ -35,8 +35,9 @@ from gpu_attention import copy_bandwidth
 from pocketllm.kernels import reference
 from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.triton.linear import few_rows_with, many_rows_with
-from pocketllm.kernels.triton.linear_fp8 import library_product, quantize, tile_product
+from pocketllm.kernels.triton.linear_fp8 import library_product, tile_product
 from pocketllm.kernels.triton.linear_tuning import LinearTable, TileConfig, linear_table, product_config
+from pocketllm.kernels.triton.quantize import quantize
 from pocketllm.kernels.triton.tune import time_graph
 from pocketllm.kernels.triton.tuning import multiprocessors
 from pocketllm.kernels.types import LinearWeight
@@ -229,9 +230,9 @@ def ways_of_many(weight: LinearWeight) -> dict[str, Callable[[Tensor], Tensor]]:
     """The ways to multiply many rows by an fp8_block weight."""
     table = linear_table(DEVICE)
     ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "library fp8": lambda x: library_product(x, weight),
+        "library fp8": lambda x: library_product(quantize(x), weight),
         "decode in kernel": lambda x: many_rows_with(table.tiles["fp8_block"], table, x, weight),
-        "quantize only": lambda x: quantize(x)[0],
+        "quantize only": lambda x: quantize(x).codes,
     }
     for rows, block_n, warps, stages in ((128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4), (128, 64, 8, 4)):
         sizes = TileConfig(rows, block_n, 128, warps, stages)
@@ -240,7 +241,7 @@ def ways_of_many(weight: LinearWeight) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def _tiles(sizes: TileConfig, weight: LinearWeight, x: Tensor) -> Tensor:
-    return tile_product(x, weight, sizes)
+    return tile_product(quantize(x), weight, sizes)
 
 
 def time_many(report: Report, name: str, weight: LinearWeight, rows: int) -> None:

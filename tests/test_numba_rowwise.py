@@ -50,6 +50,8 @@ def test_rows_match_the_reference(shape: tuple[int, int]) -> None:
     close(rowwise.silu_mul(torch.cat((view, mine), dim=1)), reference.silu_mul(torch.cat((x, mine), dim=1)))
     close(rowwise.sigmoid_mul(view, mine), reference.sigmoid_mul(x, mine))
     close(rowwise.sigmoid_mul(view, mine[:, 1:2]), reference.sigmoid_mul(x, mine[:, 1:2]))
+    by_heads = torch.stack((x, mine), dim=2)[:, :, 1:]
+    assert torch.equal(rowwise.sigmoid_mul(view, by_heads), rowwise.sigmoid_mul(view, mine))
 
 
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (256, 64), (48, 24), (20, 10)])

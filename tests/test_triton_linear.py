@@ -19,7 +19,7 @@ from torch import Tensor
 from pocketllm.kernels import reference
 from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.triton.linear import few_rows_with, many_rows_with
-from pocketllm.kernels.triton.linear_fp8 import fits_fp8, library_multiplies, library_product, quantize, tile_product
+from pocketllm.kernels.triton.linear_fp8 import library_multiplies, library_product, tile_product
 from pocketllm.kernels.triton.linear_pieces import pieces_of
 from pocketllm.kernels.triton.linear_tuning import (
     LinearTable,
@@ -28,7 +28,8 @@ from pocketllm.kernels.triton.linear_tuning import (
     parse,
     product_config,
 )
-from pocketllm.kernels.types import LinearWeight
+from pocketllm.kernels.triton.quantize import quantize, takes_codes
+from pocketllm.kernels.types import Activations, LinearWeight, Quantized
 from pocketllm.weights.formats import FORMATS, Fp8Block, encode
 
 GPU = torch.cuda.is_available()
@@ -84,7 +85,7 @@ def test_linear_is_the_reference(name: str, n: int, k: int) -> None:
     for m in (3, 70):
         x = rows(m, k, DTYPE)
         got, limit = kernels.linear(x, weight), LIMITS[DTYPE]
-        if m > 64 and name == "fp8_block" and fits_fp8(x, weight):
+        if takes_codes(weight, m, DTYPE, DEVICE):
             limit = 5e-2  # activations in e4m3
         assert got.dtype == DTYPE
         assert error(got, reference.linear(x.float(), weight)) < limit
@@ -172,13 +173,20 @@ def test_tiles_of_many_rows_decode_exactly(name: str) -> None:
     assert error(got, reference.linear(x.float(), weight)) < LIMITS[torch.bfloat16]
 
 
+def decoded(x: Activations) -> Tensor:
+    """Activations in FP8 as float32."""
+    assert isinstance(x, Quantized)
+    scales = x.scales.T.repeat_interleave(128, dim=1)
+    return (x.codes.float() * scales)[: len(x)]
+
+
 def test_activations_are_rounded_to_e4m3_by_groups() -> None:
     x = rows(9, 256) * torch.logspace(-8, 8, 9, device=DEVICE)[:, None]
     x[3, :128] = 0
-    codes, scales = quantize(x)
-    back = (codes.float().view(-1, 2, 128) * scales[..., None]).flatten(1)
-    assert back.shape == (12, 256)
-    assert back[9:].eq(0).all()
+    quantized = quantize(x)
+    back, scales = decoded(quantized), quantized.scales.T
+    assert quantized.codes.shape == (12, 256)
+    assert quantized.shape == back.shape == (9, 256)
     assert back[3, :128].eq(0).all()
     # The interpreter cuts off instead of rounding, and 124 becomes 64 where the carry should reach the exponent.
     relative, absolute = (2**-4, 2**-10) if GPU else (0.52, 2**-6)
@@ -189,15 +197,15 @@ def test_activations_are_rounded_to_e4m3_by_groups() -> None:
 def test_products_in_fp8_are_those_of_the_rounded_activations() -> None:
     """Two tiles of rows and of outputs, neither whole; three groups along K."""
     x = rows(150, 384, torch.bfloat16)
-    codes, scales = quantize(x)
-    rounded = (codes.float().view(-1, 3, 128) * scales[..., None]).flatten(1)[:150]
+    quantized = quantize(x)
+    rounded = decoded(quantized)
     assert error(rounded, x) < (4e-2 if GPU else 8e-2)
     weight = make("fp8_block", 208, 384, bias=True)
     sizes = TABLE.fp8_tile if GPU else replace(TABLE.fp8_tile, block_n=64)
-    assert error(tile_product(x, weight, sizes), reference.linear(rounded, weight)) < LIMITS[torch.bfloat16]
+    assert error(tile_product(quantized, weight, sizes), reference.linear(rounded, weight)) < LIMITS[torch.bfloat16]
     if library_multiplies(DEVICE):
         whole = make("fp8_block", 256, 384, bias=True)
-        assert error(library_product(x, whole), reference.linear(rounded, whole)) < LIMITS[torch.bfloat16]
+        assert error(library_product(quantized, whole), reference.linear(rounded, whole)) < LIMITS[torch.bfloat16]
 
 
 @every_format

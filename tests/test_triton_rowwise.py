@@ -86,6 +86,16 @@ def test_sigmoid_mul(width: int, gates: int, dtype: torch.dtype, limit: float) -
     assert close(rowwise.sigmoid_mul(x, gate), exact, limit)
 
 
+@DTYPES
+@pytest.mark.parametrize("head", [16, 96, 500])
+def test_sigmoid_mul_by_heads_that_lie_apart(head: int, dtype: torch.dtype, limit: float) -> None:
+    """As a gated attention layer has them: q | gate of a head, then the next head's."""
+    x, gate = random(3, 4 * head, dtype=dtype), random(3, 4, 2 * head, dtype=dtype, seed=1)[:, :, head:] * 4
+    both = torch.cat((gate, gate), dim=2)[:, :, head:]
+    assert torch.equal(rowwise.sigmoid_mul(x, both), rowwise.sigmoid_mul(x, gate.flatten(1)))
+    assert close(rowwise.sigmoid_mul(x, both), reference.sigmoid_mul(x.float(), both.float()).to(dtype), limit)
+
+
 def test_no_rows_are_no_work() -> None:
     """A prefill chunk that asks for no logits leaves none for the last norm."""
     empty = random(0, 64)

@@ -13,12 +13,14 @@ from typing import Protocol
 from torch import Tensor
 
 from pocketllm.kernels.types import (
+    Activations,
     AttentionMask,
     GatedDeltaWeights,
     LayerKV,
     LayerState,
     LinearWeight,
     PrefillPart,
+    Readers,
 )
 from pocketllm.parallel import Place, Summands
 
@@ -49,17 +51,19 @@ class Kernels(Protocol):
         """
 
     # -- rows in, rows out -------------------------------------------------------------------------------------------
+    # Where `readers` are given, the result is for products with these weights alone: a backend may give it in the form in
+    # which it multiplies them (`Activations`). Without readers it is a tensor.
 
-    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+    def linear(self, x: Activations, weight: LinearWeight) -> Tensor:
         """x [M, K] -> x W^T + bias, [M, N], in x's dtype; the sum over K is in float32."""
 
-    def linear_summands(self, x: Tensor, weight: LinearWeight, place: Place | None = None) -> Summands:
+    def linear_summands(self, x: Activations, weight: LinearWeight, place: Place | None = None) -> Summands:
         """`linear`, but what is to be added at the end may be left to the reader. With a place, the result is put there."""
 
     def add_up(self, x: Summands, dtype: object) -> Tensor:
         """[M, N] in `dtype` (a torch.dtype); waits for the other ranks if there is a place."""
 
-    def gated_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+    def gated_linear(self, x: Activations, weight: LinearWeight, readers: Readers = ()) -> Activations:
         """silu_mul(linear(x, weight)) in one: x [M, K], a weight that stacks gate | up [2I, K] -> [M, I]."""
 
     def embedding(self, token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
@@ -68,7 +72,9 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [M, K] * rsqrt(mean(x^2) + eps) * weight, computed in float32, returned in x's dtype. weight [K] float32."""
 
-    def add_rms_norm(self, x: Summands, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Summands, residual: Tensor, weight: Tensor, eps: float, readers: Readers = ()
+    ) -> Activations:
         """Adds x [M, K] to `residual` [M, K] *in place*, and returns rms_norm of the sum."""
 
     def norm_rope(
@@ -79,11 +85,11 @@ class Kernels(Protocol):
         cos, sin [max_context, R/2] float32 are indexed by positions [T]; pair i is (x[i], x[i + R/2]).
         """
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_mul(self, gate_up: Tensor, readers: Readers = ()) -> Activations:
         """[M, 2I] -> silu(first half) * second half, [M, I]."""
 
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [M, K] * sigmoid(gate), gate [M, K] or [M, 1]."""
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, readers: Readers = ()) -> Activations:
+        """x [M, K] * sigmoid(gate), gate [M, K], [M, 1], or [M, H, K / H] where heads lie apart."""
 
     def moe(
         self,

@@ -63,6 +63,52 @@ class LinearWeight:
         return sum(t.nbytes for t in self.tensors) + (self.bias.nbytes if self.bias is not None else 0)
 
 
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """Activations [M, K] rounded to e4m3 in groups of 128 columns, as products of many rows in FP8 read them."""
+
+    codes: Tensor  # [M', K] e4m3; M' = M or a few more, and what is in rows past M means nothing
+    scales: Tensor  # [K / 128, M'] float32
+    num_rows: int  # M
+    dtype: torch.dtype  # of a product's result
+    plain: Tensor | None = None  # [M, K] not rounded, if there are products that read them so
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self.codes.shape[1]
+
+    @property
+    def planes(self) -> tuple[Tensor, Tensor]:
+        return self.codes, self.scales
+
+
+@dataclass(frozen=True, eq=False)
+class Paired:
+    """Few rows of activations [M, K], each as two rows of e4m3: x = scale (high + low / 16). See `kernels.triton.pairs`.
+
+    R is M up to a power of two of at least 8. What is in rows past M means nothing.
+    """
+
+    codes: Tensor  # [2 R, K] e4m3: high parts, then low ones
+    scales: Tensor  # [K / 128, 2 R] float32: of high parts, then the same over 16
+    num_rows: int  # M
+    dtype: torch.dtype  # of a product's result
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self.codes.shape[1]
+
+
+Activations = Tensor | Quantized | Paired  # what `Kernels.linear` takes; layers hand it on
+Readers = Sequence[LinearWeight]  # the weights that a result will be multiplied by
+
+
 @dataclass(frozen=True)
 class PlaneSpec:
     """One kind of data of a KV format: `width` elements of `dtype` per token and KV head."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
-from pocketllm.kernels.types import AttentionMask, KeyBias, LayerKV
+from pocketllm.kernels.types import Activations, AttentionMask, KeyBias, LayerKV
 from pocketllm.layers.batch import ForwardBatch
 from pocketllm.layers.linear import Linear, RowParallelLinear
 from pocketllm.layers.norm import RMSNorm
@@ -49,6 +49,7 @@ class Attention:
             bias = self._take_key_bias([p.bias for p in parts if p.bias is not None])
             self.key_bias = KeyBias(bias.view(self.num_kv_heads, head_dim), rope.cos, rope.sin)
         self.qkv_proj = Linear(kernels, parts)
+        self.readers = parts
         self.o_proj = RowParallelLinear(
             tp, kernels, source, "o_proj", config.hidden_size, heads.times(head_dim), place=MIXER, bias=config.o_bias
         )
@@ -69,7 +70,7 @@ class Attention:
             start += len(bias)
         return kept
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: LayerKV, mask: AttentionMask) -> Summands:
+    def __call__(self, x: Activations, batch: ForwardBatch, kv: LayerKV, mask: AttentionMask) -> Summands:
         """x [T, H] -> [T, H]; appends the tokens' K and V to the cache first, then attends to what is stored."""
         num_tokens = len(x)
         qkv = self.qkv_proj(x)
@@ -90,6 +91,6 @@ class Attention:
             packed = q.view(len(batch.slot_ids), batch.q_len, self.num_heads, self.head_dim)
             out = ops.attend(kv, packed, batch.slot_ids, batch.kv_lens, self.scale, mask)
         out = out.reshape(num_tokens, self.num_heads * self.head_dim)
-        if gate is not None:
-            out = ops.sigmoid_mul(out, gate.reshape(num_tokens, -1))
-        return self.o_proj(out)
+        if gate is None:
+            return self.o_proj(out)
+        return self.o_proj(ops.sigmoid_mul(out, gate, [self.o_proj.weight]))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
-from pocketllm.kernels.types import LinearWeight
+from pocketllm.kernels.types import Activations, LinearWeight
 from pocketllm.layers.linear import sum_over_ranks
 from pocketllm.models.config import ModelConfig
 from pocketllm.parallel import EMBEDDING, Part, TensorParallel
@@ -39,6 +39,6 @@ class Vocabulary:
         x = x.masked_fill(elsewhere[:, None], 0)
         return self._kernels.add_up(sum_over_ranks(x, self._tp, self._kernels, EMBEDDING), self._dtype)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Activations) -> Tensor:
         """[m, H] -> [m, V] float32, with several ranks the columns of this one (`TensorParallel.gather` joins them)."""
         return self._kernels.linear(hidden, self.head).float()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
-from pocketllm.kernels.types import GatedDeltaWeights, LayerState
+from pocketllm.kernels.types import Activations, GatedDeltaWeights, LayerState
 from pocketllm.layers.batch import ForwardBatch
 from pocketllm.layers.linear import Linear, RowParallelLinear
 from pocketllm.models.config import GatedDeltaConfig, ModelConfig
@@ -36,6 +36,7 @@ class GatedDeltaNet:
             big = source.linear(["in_proj_qkv", "in_proj_z"], [conv, values], hidden)
             small = source.linear(["in_proj_b", "in_proj_a"], [value_heads] * 2, hidden, role="small")
         self.in_proj = Linear(kernels, [*big, *small])
+        self.readers = self.in_proj.parts
         self.out_proj = RowParallelLinear(tp, kernels, source, "out_proj", hidden, values, place=MIXER)
         self.weights = GatedDeltaWeights(
             conv=source.tensor("conv1d.weight", (conv, 1, gdn.conv_kernel)).squeeze(1),
@@ -49,7 +50,7 @@ class GatedDeltaNet:
             value_head_dim=gdn.value_head_dim,
         )
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, state: LayerState) -> Summands:
+    def __call__(self, x: Activations, batch: ForwardBatch, state: LayerState) -> Summands:
         """x [T, H] -> [T, H]; moves the slots' state forward (verify: writes the journal instead)."""
         sizes = [self._conv_dim, self._value_dim, self._value_heads, self._value_heads]
         qkv, z, b, a = self.in_proj.split(x, sizes)

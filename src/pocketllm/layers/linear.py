@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
-from pocketllm.kernels.types import LinearWeight
+from pocketllm.kernels.types import Activations, LinearWeight, Readers
 from pocketllm.parallel import Part, Summands, TensorParallel
 from pocketllm.weights.source import WeightSource
 
@@ -24,12 +24,12 @@ class Linear:
         self._kernels = kernels
         self.parts = list(parts)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Activations) -> Tensor:
         """x [M, K] -> [M, N]."""
         outputs = [self._kernels.linear(x, part) for part in self.parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-    def split(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    def split(self, x: Activations, sizes: Sequence[int]) -> list[Tensor]:
         """The columns of y in pieces of these sizes; nothing is copied unless a piece lies in two matrices."""
         pieces: list[Tensor] = []
         outputs = [self._kernels.linear(x, part) for part in self.parts]
@@ -43,11 +43,11 @@ class Linear:
                 outputs.insert(0, whole[:, size:])
         return pieces
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Activations, readers: Readers = ()) -> Activations:
         """For a stack gate | up: x [M, K] -> silu(gate) * up, [M, N / 2]."""
         if len(self.parts) == 1:
-            return self._kernels.gated_linear(x, self.parts[0])
-        return self._kernels.silu_mul(self(x))
+            return self._kernels.gated_linear(x, self.parts[0], readers)
+        return self._kernels.silu_mul(self(x), readers)
 
 
 class RowParallelLinear:
@@ -71,7 +71,7 @@ class RowParallelLinear:
         if self.weight.bias is not None and tp.rank > 0:  # it is to be added once
             self.weight.bias.zero_()
 
-    def __call__(self, x: Tensor) -> Summands:
+    def __call__(self, x: Activations) -> Summands:
         """x [M, K of this rank] -> [M, N], for every rank to add up."""
         place = self._tp.place(self._place, len(x)) if self._kernels.meets_ranks else None
         y = self._kernels.linear_summands(x, self.weight, place)
@@ -79,7 +79,7 @@ class RowParallelLinear:
             return y
         return Summands.of(self._tp.all_reduce(self._kernels.add_up(y, x.dtype)))
 
-    def summand(self, x: Tensor) -> Tensor:
+    def summand(self, x: Activations) -> Tensor:
         """This rank's part of the sum."""
         return self._kernels.linear(x, self.weight)
 

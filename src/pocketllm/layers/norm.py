@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
+from pocketllm.kernels.types import Activations, Readers
 from pocketllm.models.config import ModelConfig
 from pocketllm.parallel import Summands
 from pocketllm.weights.source import WeightSource
@@ -22,6 +23,6 @@ class RMSNorm:
         """x [M, K] -> [M, K]."""
         return self._kernels.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Summands, residual: Tensor) -> Tensor:
-        """Adds x to residual in place; returns the norm of the sum."""
-        return self._kernels.add_rms_norm(x, residual, self.weight, self.eps)
+    def add(self, x: Summands, residual: Tensor, readers: Readers = ()) -> Activations:
+        """Adds x to residual in place; returns the norm of the sum, for `readers` as in `kernels.protocol`."""
+        return self._kernels.add_rms_norm(x, residual, self.weight, self.eps, readers)

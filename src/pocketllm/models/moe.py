@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
+from pocketllm.kernels.types import Activations, LinearWeight
 from pocketllm.layers.linear import Linear, sum_over_ranks
 from pocketllm.layers.mlp import MLP
 from pocketllm.models.config import ModelConfig
@@ -21,6 +24,7 @@ class SparseMoE:
             raise ValueError("a sparse layer needs config.moe")
         self._tp, self._kernels, self._moe = tp, kernels, moe
         hidden, inner = config.hidden_size, tp.shard(moe.expert_intermediate_size, "moe_intermediate_size")
+        self.readers: list[LinearWeight] = []  # experts read x as a tensor
         self.router = Linear(kernels, source.linear(["gate"], [moe.num_experts], hidden, role="small"))
         self.gate_up, self.down = [], []
         for index in range(moe.num_experts):
@@ -35,13 +39,15 @@ class SparseMoE:
             self.shared = MLP(config, tp, kernels, shared, moe.shared_intermediate_size)
             self.shared_gate = Linear(kernels, source.linear(["shared_expert_gate"], [1], hidden, role="small"))
 
-    def __call__(self, x: Tensor) -> Summands:
+    def __call__(self, x: Activations) -> Summands:
         """x [M, H] -> [M, H]."""
+        x = cast(Tensor, x)  # as no readers were named
         probabilities = self.router(x).float().softmax(-1)
         weights, experts = probabilities.topk(self._moe.top_k, dim=-1)  # [M, top_k]
         if self._moe.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         out = self._kernels.moe(x, experts, weights, self.gate_up, self.down)
         if self.shared is not None:
-            out = out + self._kernels.sigmoid_mul(self.shared.summand(x), self.shared_gate(x))
+            shared = self._kernels.sigmoid_mul(self.shared.summand(x), self.shared_gate(x))
+            out = out + cast(Tensor, shared)
         return sum_over_ranks(out, self._tp, self._kernels, FEED_FORWARD)

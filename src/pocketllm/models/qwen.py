@@ -13,7 +13,7 @@ from torch import Tensor
 from pocketllm.cache.kv import KVCache
 from pocketllm.cache.state import StateCache
 from pocketllm.kernels.protocol import Kernels
-from pocketllm.kernels.types import AttentionMask, KeyBias
+from pocketllm.kernels.types import Activations, AttentionMask, KeyBias
 from pocketllm.layers.attention import Attention
 from pocketllm.layers.batch import ForwardBatch
 from pocketllm.layers.embedding import Vocabulary
@@ -103,12 +103,13 @@ class QwenModel:
         kv_layers, state_layers = iter(kv.layers), iter(state.layers)
         out: Summands | None = None  # of the block before
         for block in self.blocks:
-            x = block.input_norm(residual) if out is None else block.input_norm.add(out, residual)
+            x: Activations
+            x = block.input_norm(residual) if out is None else block.input_norm.add(out, residual, block.mixer.readers)
             if isinstance(block.mixer, Attention):
                 out = block.mixer(x, batch, next(kv_layers), self._mask)
             else:
                 out = block.mixer(x, batch, next(state_layers))
-            out = block.feed_forward(block.post_norm.add(out, residual))
+            out = block.feed_forward(block.post_norm.add(out, residual, block.feed_forward.readers))
         out = cast(Summands, out)
         if batch.logits_rows is not None:
             out = Summands.of(self._kernels.add_up(out, residual.dtype)[batch.logits_rows])

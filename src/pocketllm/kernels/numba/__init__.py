@@ -21,7 +21,7 @@ from pocketllm.kernels.numba.simd import Target
 from pocketllm.kernels.numba.threads import pool
 from pocketllm.kernels.numba.threads import set_num_threads as set_pool_threads
 from pocketllm.kernels.reference import add_up
-from pocketllm.kernels.types import LinearWeight
+from pocketllm.kernels.types import LinearWeight, Readers
 from pocketllm.parallel import Place, Summands
 
 name = "numba"
@@ -52,7 +52,7 @@ def linear_summands(x: Tensor, weight: LinearWeight, place: Place | None = None)
     return Summands.of(linear(x, weight))
 
 
-def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+def gated_linear(x: Tensor, weight: LinearWeight, readers: Readers = ()) -> Tensor:
     return _products().gated_linear(x, weight)
 
 

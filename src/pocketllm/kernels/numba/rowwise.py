@@ -14,6 +14,7 @@ from pocketllm.kernels.numba.simd import fma, load_f32, splat
 from pocketllm.kernels.numba.threads import pool_handle
 from pocketllm.kernels.numba.vector_math import load_f32x16_part, sigmoid, silu, store_f32x16_part, sum_lanes
 from pocketllm.kernels.reference import add_up
+from pocketllm.kernels.types import Readers
 from pocketllm.parallel import Summands
 
 _GRAIN = 16384  # elements worth a thread's while
@@ -131,7 +132,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out.to(x.dtype)
 
 
-def add_rms_norm(x: Summands, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Summands, residual: Tensor, weight: Tensor, eps: float, readers: Readers = ()) -> Tensor:
     return _add_rms_norm(add_up(x, residual.dtype), residual, weight, eps)
 
 
@@ -173,7 +174,7 @@ def norm_rope(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tens
     return out.to(x.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, readers: Readers = ()) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = _rows(gate_up)
     out = torch.empty(rows, width)
@@ -185,9 +186,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out.to(gate_up.dtype)
 
 
-def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+def sigmoid_mul(x: Tensor, gate: Tensor, readers: Readers = ()) -> Tensor:
     rows, width = x.shape
-    y, g = _rows(x), _rows(gate)
+    y, g = _rows(x), _rows(gate.flatten(1))
     out = torch.empty(rows, width)
     launch(
         _gate_kernel, pool_handle(), g.data_ptr(), g.stride(0) * 4, g.shape[1], y.data_ptr(), y.stride(0) * 4, rows,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pocketllm.kernels.reference.rowwise import silu_mul
-from pocketllm.kernels.types import LinearWeight
+from pocketllm.kernels.types import LinearWeight, Readers
 from pocketllm.parallel import SMALL_BATCH, Place, Summands
 
 
@@ -33,7 +33,7 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return y if weight.bias is None else y + weight.bias.to(x.dtype)
 
 
-def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+def gated_linear(x: Tensor, weight: LinearWeight, readers: Readers = ()) -> Tensor:
     return silu_mul(linear(x, weight))
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pocketllm.kernels.types import Readers
 from pocketllm.parallel import Summands
 
 
@@ -24,7 +25,7 @@ def add_up(x: Summands, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def add_rms_norm(x: Summands, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Summands, residual: Tensor, weight: Tensor, eps: float, readers: Readers = ()) -> Tensor:
     residual.add_(add_up(x, residual.dtype))
     return rms_norm(residual, weight, eps)
 
@@ -43,13 +44,13 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, readers: Readers = ()) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    return x * sigmoid(gate).to(x.dtype)
+def sigmoid_mul(x: Tensor, gate: Tensor, readers: Readers = ()) -> Tensor:
+    return x * sigmoid(gate.flatten(1)).to(x.dtype)
 
 
 def sigmoid(x: Tensor) -> Tensor:

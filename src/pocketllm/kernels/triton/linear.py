@@ -18,12 +18,14 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from pocketllm.kernels.triton.linear_fp8 import fits_fp8, fp8_product
+from pocketllm.kernels.triton.linear_fp8 import fp8_product
 from pocketllm.kernels.triton.linear_kernels import embedding_kernel, merge_kernel, product_kernel
 from pocketllm.kernels.triton.linear_pieces import pieces_of, planes_of
 from pocketllm.kernels.triton.linear_tuning import LinearTable, ProductConfig, TileConfig, linear_table, product_config
+from pocketllm.kernels.triton.quantize import quantize, takes_codes
+from pocketllm.kernels.triton.rowwise import silu_mul
 from pocketllm.kernels.triton.tuning import multiprocessors
-from pocketllm.kernels.types import LinearWeight
+from pocketllm.kernels.types import Activations, LinearWeight, Quantized, Readers
 from pocketllm.parallel import SMALL_BATCH
 
 BLOCK_ROWS = 8  # rows of one product of tensor cores there
@@ -42,17 +44,18 @@ def pack_weight(weight: LinearWeight) -> LinearWeight:
     return replace(weight, tensors=tuple(t.contiguous() for t in weight.tensors))
 
 
-def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+def linear(x: Activations, weight: LinearWeight) -> Tensor:
     x = _checked(x, weight)
-    return _few_rows(x, weight, gated=False) if len(x) <= SMALL_BATCH else _many_rows(x, weight)
+    if isinstance(x, Quantized) or len(x) > SMALL_BATCH:
+        return _many_rows(x, weight)
+    return _few_rows(x, weight, gated=False)
 
 
-def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+def gated_linear(x: Activations, weight: LinearWeight, readers: Readers = ()) -> Activations:
     x = _checked(x, weight)
-    if len(x) <= SMALL_BATCH:
-        return _few_rows(x, weight, gated=True)
-    out = torch.empty(len(x), weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-    return merge(_many_rows(x, weight)[None], None, out, gated=True, early=linear_table(x.device).early_for(len(x)))
+    if isinstance(x, Quantized) or len(x) > SMALL_BATCH:
+        return silu_mul(_many_rows(x, weight), readers)
+    return _few_rows(x, weight, gated=True)
 
 
 def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
@@ -67,10 +70,10 @@ def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
     return out
 
 
-def _checked(x: Tensor, weight: LinearWeight) -> Tensor:
-    if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+def _checked(x: Activations, weight: LinearWeight) -> Activations:
+    if len(x.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x has shape {tuple(x.shape)}: the weight needs [M, {weight.shape[1]}]")
-    return x.contiguous()
+    return x if isinstance(x, Quantized) else x.contiguous()
 
 
 def _few_rows(x: Tensor, weight: LinearWeight, gated: bool) -> Tensor:
@@ -142,12 +145,16 @@ def merge(part: Tensor, bias: Tensor | None, out: Tensor, gated: bool, early: in
     return out
 
 
-def _many_rows(x: Tensor, weight: LinearWeight) -> Tensor:
+def _many_rows(x: Activations, weight: LinearWeight) -> Tensor:
+    if takes_codes(weight, len(x), x.dtype, weight.tensors[0].device):
+        return fp8_product(x if isinstance(x, Quantized) else quantize(x), weight)
+    if isinstance(x, Quantized):
+        if x.plain is None:
+            raise ValueError("activations in FP8 alone: a weight that reads them in 16 bits was not among the readers")
+        x = x.plain
     name, table = weight.format.name, linear_table(x.device)
     if weight.tensors[0].dtype == x.dtype:
         return F.linear(x, weight.tensors[0], None if weight.bias is None else weight.bias.to(x.dtype))
-    if name == "fp8_block" and fits_fp8(x, weight):
-        return fp8_product(x, weight)
     if x.dtype == torch.float32:  # no tensor cores for it: the kernel of few rows, as often as need be
         return _few_rows(x, weight, gated=False)
     return many_rows_with(table.tiles[name], table, x, weight)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
 """Many rows times FP8 weights in FP8, as checkpoints with `activation_scheme: dynamic` are meant to be used.
 
-Each row of x is rounded to e4m3 in groups of 128 columns, with a scale a group; the products are summed in float32 over a
-group, then scaled. It doubles the rate of the tensor cores against 16 bits, and costs a relative error of about 2.6% (3
-bits of fraction), as large as the one the weights had when the checkpoint was made.
+Each row of x is rounded to e4m3 in groups of 128 columns, with a scale a group (`quantize`); the products are summed in
+float32 over a group, then scaled. It doubles the rate of the tensor cores against 16 bits, and costs a relative error of
+about 2.6% (3 bits of fraction), as large as the one the weights had when the checkpoint was made.
 """
 
 from __future__ import annotations
@@ -18,33 +18,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pocketllm.kernels.triton.linear_tuning import TileConfig, linear_table
-from pocketllm.kernels.types import LinearWeight
-
-GROUP = 128
-MAX_E4M3 = 448.0
-LARGEST = tl.constexpr(MAX_E4M3)
-
-
-@triton.jit(do_not_specialize=["num_rows", "padded_rows"])
-def quantize_kernel(x, codes, scales, num_rows, padded_rows, K, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """x [num_rows, K] -> codes e4m3 [padded_rows, K], scales [K / 128, padded_rows] float32; rows past the last are zero.
-
-    Programs: (blocks of ROWS rows, blocks of GROUPS groups).
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    at = (row.to(tl.int64) * K)[:, None, None] + column[None, :, :]
-    inside = (column < K)[None, :, :]
-    values = tl.load(x + at, mask=(row < num_rows)[:, None, None] & inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), axis=2), 1e-30) / LARGEST  # [ROWS, GROUPS]
-    inverse = 1.0 / scale  # one division a group
-    scaled = values * inverse[:, :, None]
-    rounded = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST).to(tl.float8e4nv)
-    in_rows = row < padded_rows
-    tl.store(codes + at, rounded, mask=in_rows[:, None, None] & inside)
-    kept = in_rows[:, None] & (group * 128 < K)[None, :]
-    tl.store(scales + group[None, :] * padded_rows + row[:, None], scale, mask=kept)
+from pocketllm.kernels.triton.quantize import GROUP, fp8_units
+from pocketllm.kernels.types import LinearWeight, Quantized
 
 
 @triton.jit(do_not_specialize=["num_rows", "padded_rows"])
@@ -82,24 +57,6 @@ def fp8_product_kernel(
     tl.store(at, total.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & (n < N)[None, :])
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K], K % 128 = 0 -> codes e4m3 [M', K] and scales [M', K / 128] float32, columns contiguous. M' = M up to 4s."""
-    num_rows, k = x.shape
-    padded = -(-num_rows // 4) * 4  # the library wants columns of scales that start at multiples of 16 bytes
-    codes = torch.empty(padded, k, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(k // GROUP, padded, dtype=torch.float32, device=x.device)
-    quantize_kernel[(-(-padded // 8), -(-k // (4 * GROUP)))](
-        x, codes, scales, num_rows, padded, k, ROWS=8, GROUPS=4, num_warps=4
-    )
-    return codes, scales.T
-
-
-@cache
-def fp8_units(device: torch.device) -> bool:
-    """Whether the device multiplies e4m3 by e4m3 (compute capability 8.9 and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 @cache
 def library_multiplies(device: torch.device) -> bool:
     """Whether the library knows scales by 1 x 128 and 128 x 128 here: asked once, with a small product.
@@ -130,37 +87,31 @@ def _scaled_product(codes: Tensor, scales: Tensor, matrix: Tensor, blocks: Tenso
     )
 
 
-def fits_fp8(x: Tensor, weight: LinearWeight) -> bool:
-    """Whether the product can be taken in FP8: 16-bit activations, and a width of whole groups."""
-    return x.element_size() == 2 and weight.shape[1] % GROUP == 0 and fp8_units(x.device)
-
-
-def fp8_product(x: Tensor, weight: LinearWeight) -> Tensor:
-    """x [M, K] in 16 bits times fp8_block weights -> [M, N] in x's dtype, with bias."""
-    table = linear_table(x.device)
-    if table.library and weight.shape[0] % GROUP == 0 and library_multiplies(x.device):
+def fp8_product(x: Quantized, weight: LinearWeight) -> Tensor:
+    """x [M, K] times fp8_block weights -> [M, N] in x's dtype, with bias."""
+    device = x.codes.device
+    table = linear_table(device)
+    if table.library and weight.shape[0] % GROUP == 0 and library_multiplies(device):
         return library_product(x, weight)
     return tile_product(x, weight, table.fp8_tile)
 
 
-def library_product(x: Tensor, weight: LinearWeight) -> Tensor:
+def library_product(x: Quantized, weight: LinearWeight) -> Tensor:
     """By the library, for whole blocks of outputs. It wants the weights' scales in fours along K, as most models' are."""
-    codes, scales = quantize(x)
     matrix, blocks = weight.tensors
     blocks = F.pad(blocks, (0, -blocks.shape[1] % 4)) if blocks.shape[1] % 4 else blocks
-    y = _scaled_product(codes, scales, matrix, blocks)[: len(x)].to(x.dtype)
+    y = _scaled_product(x.codes, x.scales.T, matrix, blocks)[: len(x)].to(x.dtype)
     return y if weight.bias is None else y + weight.bias.to(x.dtype)
 
 
-def tile_product(x: Tensor, weight: LinearWeight, config: TileConfig) -> Tensor:
+def tile_product(x: Quantized, weight: LinearWeight, config: TileConfig) -> Tensor:
     """`fp8_product_kernel` with given tile sizes."""
     (n, k), num_rows = weight.shape, len(x)
-    codes, scales = quantize(x)
-    out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, n, dtype=x.dtype, device=x.codes.device)
     fp8_product_kernel[(-(-num_rows // config.rows) * -(-n // config.block_n),)](
-        TensorDescriptor.from_tensor(codes, [config.rows, GROUP]), scales,
+        TensorDescriptor.from_tensor(x.codes, [config.rows, GROUP]), x.scales,
         TensorDescriptor.from_tensor(weight.tensors[0], [config.block_n, GROUP]), weight.tensors[1],
-        weight.bias, out, num_rows, len(codes), n, k,
+        weight.bias, out, num_rows, len(x.codes), n, k,
         ROWS=config.rows, BLOCK_N=config.block_n, GROUP_ROWS=8, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out

@@ -107,6 +107,14 @@ def inverse(x):
 
 
 @triton.jit
+def exp2(x):
+    """2^x, likewise: 0 where the result would not be normal."""
+    if _INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def dot(a, b, acc):
     """a [M, K] b [K, N] + acc, float32. Products of float32 are not rounded to a shorter type."""
     if _INTERPRETED:  # it knows no product of bfloat16

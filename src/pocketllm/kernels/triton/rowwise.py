@@ -16,6 +16,8 @@ from torch import Tensor
 
 from pocketllm.kernels.triton.linear_kernels import wait_for_inputs
 from pocketllm.kernels.triton.linear_tuning import linear_table
+from pocketllm.kernels.triton.quantize import GROUP, all_take_codes, quantize, silu_times, times_sigmoid
+from pocketllm.kernels.types import Activations, Readers
 
 _BLOCK = 1024  # elements of a program, where rows can be cut
 
@@ -72,24 +74,26 @@ def silu_mul_kernel(gate_up, stride, out, N: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def sigmoid_mul_kernel(
-    x, x_stride, gate, gate_stride, out, N: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr
-):
-    """One program per row and BLOCK elements. ONE: the gate is a single number a row."""
+    x, x_stride, gate, gate_stride, head_stride, out,
+    N: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program per row and BLOCK elements. gate [M, N / HEAD, HEAD], or [M, 1]: HEAD is 1 then."""
     wait_for_inputs(EARLY, 1)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < N
-    if ONE:
+    if HEAD == 1:
         strength = tl.sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
     else:
-        strength = tl.sigmoid(tl.load(gate + row * gate_stride + i, mask=mask, other=0.0).to(tl.float32))
+        at = gate + row * gate_stride + i // HEAD * head_stride + i % HEAD
+        strength = tl.sigmoid(tl.load(at, mask=mask, other=0.0).to(tl.float32))
     y = tl.load(x + row * x_stride + i, mask=mask, other=0.0).to(tl.float32) * strength
     tl.store(out + row * N + i, y.to(out.dtype.element_ty), mask=mask)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [M, K] with contiguous rows, which may be parts of wider ones."""
-    return x if x.stride(1) == 1 else x.contiguous()
+    """x [M, .., K] with contiguous rows, which may be parts of wider ones."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -115,8 +119,10 @@ def norm_rope(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tens
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, readers: Readers = ()) -> Activations:
     gate_up, (num_rows, width) = _rows(gate_up), gate_up.shape
+    if all_take_codes(readers, gate_up):
+        return quantize(gate_up[:, : width // 2], gate_up[:, width // 2 :], silu_times)
     early = linear_table(gate_up.device).early_for(num_rows)
     out = torch.empty(num_rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
     silu_mul_kernel[(num_rows, triton.cdiv(width // 2, _BLOCK))](
@@ -125,12 +131,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    x, gate, (num_rows, width) = _rows(x), _rows(gate), x.shape
+def sigmoid_mul(x: Tensor, gate: Tensor, readers: Readers = ()) -> Activations:
+    x, gate, (num_rows, width), head = _rows(x), _rows(gate), x.shape, gate.shape[-1]
+    if head % GROUP == 0 and all_take_codes(readers, x):
+        return quantize(x, gate, times_sigmoid)
     early = linear_table(x.device).early_for(num_rows)
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     sigmoid_mul_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
-        x, x.stride(0), gate, gate.stride(0), out, N=width, BLOCK=_BLOCK, ONE=gate.shape[1] == 1, EARLY=early,
+        x, x.stride(0), gate, gate.stride(0), gate.stride(-2), out, N=width, HEAD=head, BLOCK=_BLOCK, EARLY=early,
         num_warps=4, launch_pdl=early > 0,
     )  # fmt: skip
     return out

@@ -21,11 +21,13 @@ from torch import Tensor
 from pocketllm.kernels.triton.linear import few_rows_with, linear
 from pocketllm.kernels.triton.linear_kernels import sum_of_splits, wait_for_inputs
 from pocketllm.kernels.triton.linear_tuning import linear_table, product_config
+from pocketllm.kernels.triton.quantize import room, takes_codes, to_e4m3
 from pocketllm.kernels.triton.tuning import multiprocessors
-from pocketllm.kernels.types import LinearWeight
+from pocketllm.kernels.types import Activations, LinearWeight, Quantized, Readers
 from pocketllm.parallel import MOST_MEETINGS, SMALL_BATCH, Place, Summands
 
 _BLOCK = 1024  # columns of a program that only adds
+_LONG_WARPS = 8  # of a norm's program in passes whose products are in FP8: many rows, none of which is in a hurry
 _MOST_SENT = 2**18  # bytes of parts that other ranks read; more are added up first
 
 
@@ -77,12 +79,13 @@ def add_up_kernel(
     tl.store(out + row.to(tl.int64) * N + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "padded_rows"])
 def add_norm_kernel(
-    parts, addresses, flags, rank, residual, residual_stride, weight, out, eps, num_rows,
+    parts, addresses, flags, rank, residual, residual_stride, weight, out, codes, scales, eps, num_rows, padded_rows,
     N: tl.constexpr, NP: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the sum is added to the row of `residual`; out is the norm of the (rounded) result."""
+    """One program per row: the sum is added to the row of `residual`; out is the norm of the (rounded) result. It is given
+    in e4m3 too if there are codes [.., N] and scales [N / 128, padded_rows], and then out may be None."""
     row = tl.program_id(0)
     i = tl.arange(0, NP)
     mask = i < N
@@ -97,7 +100,17 @@ def add_norm_kernel(
     tl.store(at, y, mask=mask)
     y = y.to(tl.float32)
     scale = tl.rsqrt(tl.sum(y * y, axis=0) / N + eps)
-    tl.store(out + row.to(tl.int64) * N + i, (y * scale * gain).to(out.dtype.element_ty), mask=mask)
+    y = y * scale * gain
+    if out is not None:
+        tl.store(out + row.to(tl.int64) * N + i, y.to(out.dtype.element_ty), mask=mask)
+    if codes is not None:
+        rounded, group_scales = to_e4m3(tl.reshape(y, [NP // 128, 128]))
+        # Told of 8 bytes only, Triton has a thread store 8 codes, as it has 8 numbers of each load in 16 bits: else all
+        # numbers would change threads through shared memory.
+        at_codes = tl.multiple_of(codes + row.to(tl.int64) * N + i, 8)
+        tl.store(at_codes, tl.reshape(rounded, [NP]), mask=mask)
+        group = tl.arange(0, NP // 128)
+        tl.store(scales + group * padded_rows + row, group_scales, mask=group < N // 128)
 
 
 def _ranks(place: Place | None) -> tuple[Tensor | None, Tensor | None, int, int]:
@@ -122,33 +135,38 @@ def add_up(x: Summands, dtype: object) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Summands, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Summands, residual: Tensor, weight: Tensor, eps: float, readers: Readers = ()) -> Activations:
     if residual.stride(1) != 1:  # it is written in place
         raise ValueError(f"residual with strides {residual.stride()}: its rows must be contiguous")
     parts = x.parts if x.parts.is_contiguous() else x.parts.contiguous()
     (splits, num_rows, n), device = parts.shape, parts.device
-    out = torch.empty(num_rows, n, dtype=residual.dtype, device=device)
+    dtype, in_fp8 = residual.dtype, {takes_codes(reader, num_rows, residual.dtype, device) for reader in readers}
+    out = None if in_fp8 == {True} else torch.empty(num_rows, n, dtype=dtype, device=device)
+    quantized = room(num_rows, n, dtype, device, out) if True in in_fp8 else None
+    codes, scales, padded_rows = (None, None, 0) if quantized is None else (*quantized.planes, len(quantized.codes))
     addresses, flags, rank, ranks = _ranks(x.place)
     padded, early = triton.next_power_of_2(n), linear_table(device).early_for(num_rows)
+    warps = min(max(padded // 512, 1), 16 if quantized is None else _LONG_WARPS)
     add_norm_kernel[(num_rows,)](
-        parts, addresses, flags, rank, residual, residual.stride(0), weight, out, eps, num_rows, N=n, NP=padded,
-        SPLITS=splits, RANKS=ranks, EARLY=early, num_warps=min(max(padded // 512, 1), 16), launch_pdl=early > 0,
+        parts, addresses, flags, rank, residual, residual.stride(0), weight, out, codes, scales, eps, num_rows,
+        padded_rows, N=n, NP=padded, SPLITS=splits, RANKS=ranks, EARLY=early, num_warps=warps, launch_pdl=early > 0,
     )  # fmt: skip
-    return out
+    return cast(Activations, out if quantized is None else quantized)
 
 
-def linear_summands(x: Tensor, weight: LinearWeight, place: Place | None = None) -> Summands:
+def linear_summands(x: Activations, weight: LinearWeight, place: Place | None = None) -> Summands:
     """The parts of a product of few rows as they are, unless there is a bias to add or they are much to send."""
-    table, (n, k), num_rows = linear_table(x.device), weight.shape, len(x)
-    config = product_config(table, multiprocessors(x.device), weight.format.name, n, k, 1)
-    if not 0 < num_rows <= SMALL_BATCH or config.splits == 1 or weight.bias is not None:
+    device, (n, k), num_rows = weight.tensors[0].device, weight.shape, len(x)
+    table = linear_table(device)
+    config = product_config(table, multiprocessors(device), weight.format.name, n, k, 1)
+    if isinstance(x, Quantized) or not 0 < num_rows <= SMALL_BATCH or config.splits == 1 or weight.bias is not None:
         return _put(linear(x, weight)[None], place)
     sent = False
 
     def memory(shape: tuple[int, ...]) -> Tensor:
         nonlocal sent
         sent = place is not None and math.prod(shape) * 4 <= _MOST_SENT
-        return torch.empty(shape, device=x.device) if place is None or not sent else place.room(shape, torch.float32)
+        return torch.empty(shape, device=device) if place is None or not sent else place.room(shape, torch.float32)
 
     parts = few_rows_with(config, table, x, weight, False, memory)
     if place is None or sent:
