@@ -106,7 +106,7 @@ def test_random_contexts_can_be_decoded(model, name):
     ("args", "message"),
     [
         (["--slots", "0"], "--slots '0': must be whole numbers from 1"),
-        (["--context", "9999"], "this model's limit is 4096 tokens"),
+        (["--context", "9999"], "--context 9999: with 8 to generate that passes this model's limit of 4096 tokens"),
         (["--fill", "zeros"], "choose one of auto, prefill, random"),
         (["--kv-cache-dtype", "fp7"], "choose one of auto, "),
     ],
@@ -115,3 +115,10 @@ def test_errors(model, args, message):
     result = bench(model, *args, "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+
+
+def test_a_prompt_beyond_the_model_is_refused(model):
+    result = CliRunner().invoke(app, ["bench", str(model), "--prompt", "4096"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--prompt 4096: with 1 to generate" in result.stderr
+    assert "use --prompt <= 4095" in result.stderr

@@ -167,7 +167,15 @@ def test_parameters(room):
     assert room.set_param("ignore_eos", "off").ignore_eos is False
     assert room.set_param("max_tokens", "none").max_tokens is None
     assert room.set_param("stop", "END").stop == ("END",)
-    for name, value in (("temprature", "1"), ("temperature", "hot"), ("temperature", "-1"), ("logit_bias", "1")):
+    assert room.set_param("stop", "none").stop == ()
+    for name, value in (
+        ("temprature", "1"),
+        ("temperature", "hot"),
+        ("temperature", "-1"),
+        ("logit_bias", "1"),
+        ("top_k", "none"),
+        ("ignore_eos", "none"),
+    ):
         with pytest.raises(OptionError):
             room.set_param(name, value)
     assert room.params.temperature == 0

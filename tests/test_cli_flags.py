@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import typer
@@ -120,6 +121,11 @@ def test_help_lists_the_kv_formats(name):
     result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert all(kv_format in result.stdout for kv_format in KV_FORMATS)
+
+
+def test_python_m_is_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "pocketllm", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, version("pocketllm")), done.stderr
 
 
 def test_start_up_loads_no_heavy_module():

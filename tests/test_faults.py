@@ -220,7 +220,11 @@ def test_all_slots_held_by_callers_is_seen_and_passes(tmp_path: Path) -> None:
         (lambda e, s: e.commit([s], [1]), SlotError, "slot 0 is acquired"),
         (lambda e, s: e.truncate_slot(s, 9), SlotError, "holds 0 tokens, it can't be cut at 9"),
         (lambda e, s: e.save_snapshot(s, 0), SlotError, "num_snapshots = 0"),
+        (lambda e, s: e.acquire_slot(0), SlotError, "num_tokens = 0: reserve at least 1"),
+        (lambda e, s: e.acquire_slot(-600), SlotError, "num_tokens = -600"),
         (lambda e, s: e.add_request([]), RequestError, "no tokens"),
+        (lambda e, s: e.add_request(None), RequestError, "None: token ids are a sequence"),
+        (lambda e, s: e.add_request("text"), RequestError, "'text': token ids are a sequence"),
         (lambda e, s: e.add_request([512]), RequestError, "token id 512: this model's ids are 0 to 511"),
         (lambda e, s: e.add_request([-1]), RequestError, "token id -1"),
         (lambda e, s: e.add_request([1.5]), RequestError, "token id 1.5"),
@@ -253,6 +257,22 @@ def test_a_full_slot_or_pool_is_that_slots_result(tmp_path: Path) -> None:
     (over,) = slots.batch_prefill([SlotRequest(b, prompt(24))])
     assert isinstance(over.error, OutOfPages)
     assert slots.slot_length(b) == 9
+
+
+def test_a_fork_that_goes_back_waits_for_pages_and_disturbs_nobody(tmp_path: Path) -> None:
+    running = make("qwen3", tmp_path, kv_tokens=192, kernels="reference")
+    slot = running.acquire_slot(96)
+    feed(running, {slot: prompt(80)})
+    fork = running.fork_slot(slot, 96)
+    long = SamplingParams(max_tokens=60, ignore_eos=True)
+    other = running.add_request(prompt(10, 4), long)
+    running.step()
+    parted = prompt(80)[:10] + prompt(70, 9)
+    turn = running.add_request(parted, GREEDY, slot=fork)  # 5 pages of its own, and 0 of 12 are free
+    outputs = drain(running)
+    assert len(tokens_of(outputs[other])) == 59
+    assert tokens_of(outputs[turn]) == alone("qwen3", tmp_path / "alone", parted)
+    assert outputs[turn][-1].num_cached_tokens == 10
 
 
 def test_a_slot_in_use_is_protected(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pocketllm import LLM, SamplingParams
-from pocketllm.errors import RequestError
+from pocketllm import LLM, EngineOptions, SamplingParams
+from pocketllm.errors import OptionError, RequestError
 
 pytestmark = pytest.mark.real_model
 
@@ -32,16 +33,31 @@ def test_the_model_answers(llm: LLM) -> None:
 
 
 def test_a_batch_keeps_its_order_and_its_errors_apart(llm: LLM) -> None:
-    prompts = ["The sea is", [1, 2, 99999], "x " * 600, "One, two, three,", ""]
+    prompts: list[Any] = ["The sea is", [1, 2, 99999], "x " * 600, "One, two, three,", "", None, 7]
     answers = llm.generate(prompts, SamplingParams(max_tokens=8))
-    assert [a.index for a in answers] == [0, 1, 2, 3, 4]
-    assert [a.error is None for a in answers] == [True, False, False, True, False]
+    assert [a.index for a in answers] == [0, 1, 2, 3, 4, 5, 6]
+    assert [a.error is None for a in answers] == [True, False, False, True, False, False, False]
     assert "99999" in str(answers[1].error)
     assert "a slot holds 512" in str(answers[2].error)
+    assert "None: token ids are a sequence of whole numbers" in str(answers[5].error)
     assert len(answers[0].token_ids) == len(answers[3].token_ids) == 8
-    again = llm.generate("One, two, three,", SamplingParams(max_tokens=8))
+    again = llm.generate("One, two, three,", SamplingParams(max_tokens=8), progress=True)
     assert again[0].text == answers[3].text
     assert " four" in answers[3].text
+
+
+def test_a_conversation_that_the_template_refuses_is_its_own_error(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n) for n in (5, 6, 7, 8)]
+    conversations = [ask("Hello"), [{"role": "user"}], None, ask("Name a colour.")]
+    answers = llm.chat(conversations, params)  # type: ignore[arg-type]
+    assert [a.index for a in answers] == [0, 1, 2, 3]
+    assert [a.error is None for a in answers] == [True, False, False, True]
+    assert "messages[0] (role 'user') needs 'content'" in str(answers[1].error)
+    assert "a conversation is a list of messages" in str(answers[2].error)
+    assert answers[1].finish_reason == "error"
+    assert [len(a.token_ids) for a in answers] == [5, 0, 0, 8]
+    assert answers[3].token_ids == llm.chat(ask("Name a colour."), params[3])[0].token_ids
+    assert "needs 'content'" in str(llm.chat([{"role": "user"}])[0].error)
 
 
 def test_streamed_pieces_make_the_text(llm: LLM) -> None:
@@ -94,8 +110,12 @@ def test_slots_held_by_others_are_said_to_be(llm: LLM) -> None:
 def test_wrong_calls_are_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 prompts but 1"):
         llm.generate(["a", "b"], [SamplingParams()])
-    with pytest.raises(RequestError):
-        llm.chat([{"role": "user"}])
+    with pytest.raises(RequestError, match=r"is no SamplingParams: write SamplingParams\(max_tokens="):
+        llm.generate("a", {"max_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="NoneType: a prompt is a text or a list of token ids"):
+        llm.generate(None)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="not both"):
+        LLM(None, EngineOptions(), max_batch_size=2)
 
 
 def test_building_an_engine_leaves_torchs_compiler_alone(embedded_model: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ import tiny_models
 from engines import engine, feed, prompt
 from pocketllm import Engine, EngineOptions, SamplingParams, plan_memory
 from pocketllm.cache.formats import KV_FORMATS
-from pocketllm.engine.memory_plan import check_fits, context_table
+from pocketllm.engine.memory_advice import check_fits
+from pocketllm.engine.memory_plan import context_table
 from pocketllm.errors import MemoryPlanError, OptionError
 from pocketllm.models.registry import config_from_shape
 from pocketllm.options import parse_bytes
@@ -117,6 +121,64 @@ def test_a_plan_that_does_not_fit_names_what_does() -> None:
     assert not plan_memory(config, larger, 24 * GIB, "cuda").fits
 
 
+def fitting(message: str) -> list[dict[str, Any]]:
+    """The settings that an error names, each as options."""
+    found = []
+    for part in message.split("What fits: ")[1].split("; "):
+        pairs = re.findall(r"(\w+)=(\w+)", part)
+        found.append({name: int(value) if value.isdigit() else value for name, value in pairs})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory", "size", "names"),
+    [
+        # context, slots or KV type alone
+        ("qwen3-8b", 21, (4, 16384), ["max_context", "max_batch_size", "kv_cache_dtype"]),
+        # only several together, at last with a shorter chunk
+        ("smollm2-135m", 0.56, (64, 8192), ["max_batch_size max_context"]),
+        ("smollm2-135m", 0.27, (4, 8192), ["max_batch_size max_context kv_cache_dtype prefill_chunk"]),
+        # the weights do not fit: more GPUs, or smaller weights
+        ("qwen3.8-27b-fp8", 22, (8, 16384), ["tensor_parallel", "quantization max_context"]),
+        ("qwen3.8-27b-fp8", 22, (8, 65536), ["tensor_parallel max_context", "quantization max_context"]),
+    ],
+)
+def test_settings_that_an_error_names_fit(shape: str, memory: float, size: tuple[int, int], names: list[str]) -> None:
+    config, budget = config_from_shape(shape), int(memory * GIB)
+    device = "cuda" if memory > 1 else "cpu"
+    asked = EngineOptions(max_batch_size=size[0], max_context=size[1], kv_layout="slots")
+    with pytest.raises(MemoryPlanError, match="What fits: ") as caught:
+        check_fits(plan_memory(config, asked, budget, device), config, asked, device)
+    settings = fitting(str(caught.value))
+    assert [" ".join(setting) for setting in settings] == names
+    for setting in settings:
+        assert plan_memory(config, replace(asked, **setting), budget, device).fits
+
+
+def test_a_pool_of_less_than_a_page_a_slot_is_raised_and_that_is_said() -> None:
+    plan = plan_memory(config_from_shape("smollm2-135m"), EngineOptions(kv_tokens=300), None)
+    assert plan.kv_tokens == 4 * 256
+    assert "a page for each of 4 slots" in plan.notes[0]
+
+
+def test_what_no_setting_helps_is_said() -> None:
+    config, asked = config_from_shape("smollm2-135m"), EngineOptions(quantization="w4")
+    weights = plan_memory(config, asked, None).weights
+    for budget, message in (
+        (weights - 1, "The weights alone do not fit"),
+        (weights + 1, "beside its slots does not fit"),
+    ):
+        with pytest.raises(MemoryPlanError, match=message):
+            check_fits(plan_memory(config, asked, budget), config, asked)
+
+
+def test_millions_of_slots_are_refused_as_quickly_as_two() -> None:
+    config = config_from_shape("qwen3-0.6b")
+    asked = EngineOptions(max_batch_size=10_000_000, max_context=1024)
+    with pytest.raises(MemoryPlanError, match="max_batch_size="):
+        check_fits(plan_memory(config, asked, 32 * GIB), config, asked)
+
+
 def test_construction_stops_before_allocating(tmp_path: Path) -> None:
     tiny_models.make("qwen3", tmp_path)  # builds and keeps the oracle
     before = live_tensors()
@@ -131,6 +193,8 @@ def test_impossible_settings_are_refused_in_words() -> None:
         plan_memory(config, EngineOptions(tensor_parallel=3), None)
     with pytest.raises(OptionError, match="limit is 262144"):
         plan_memory(config, EngineOptions(max_context=300000), None)
+    with pytest.raises(OptionError, match=r"kv_tokens = 300: .* use kv_tokens >= 1024"):
+        plan_memory(config, EngineOptions(max_context=1024, kv_tokens=300), None)
     with pytest.raises(OptionError, match=r"choose one of auto, .*turboquant_k8v4"):
         plan_memory(config, EngineOptions(kv_cache_dtype="int3"), None)
 

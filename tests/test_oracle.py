@@ -190,9 +190,11 @@ def test_the_real_model_matches_transformers(embedded_model: Path, backend: str)
     oracle = smollm_oracle(embedded_model)
     text = "The capital of France is Paris. Photosynthesis turns light, water and"
     ids = torch.tensor(llm.engine.check_tokens(llm.chat_prompt([{"role": "user", "content": text}])))
+    check_greedy(llm.engine, oracle, ids, 32)
+    ids = torch.tensor(llm.engine.check_tokens(llm.chat_prompt([{"role": "user", "content": text * 6}])))
     want = oracle_logits(oracle, ids)
     slot = llm.engine.acquire_slot()
-    got = llm.engine.batch_prefill([SlotRequest(slot, ids)])[0].logits
-    torch.testing.assert_close(got, want[-1], atol=TOLERANCE * float(want.std()), rtol=0)
-    llm.engine.release_slot(slot)
-    check_greedy(llm.engine, oracle, ids, 32)
+    for start, end in ((0, 64), (64, 71), (71, 72), (72, 73), (73, 74), (74, len(ids))):
+        forward = llm.engine.batch_decode if end - start == 1 else llm.engine.batch_prefill
+        got = forward([SlotRequest(slot, ids[start:end])])[0].logits
+        torch.testing.assert_close(got, want[end - 1], atol=TOLERANCE * float(want.std()), rtol=0)

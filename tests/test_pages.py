@@ -92,6 +92,16 @@ class PoolMachine(RuleBasedStateMachine):
         if slot in self.tokens and self.pool.extend(slot, tokens) and self.reserved[slot]:
             self.reserved[slot] = max(self.reserved[slot], tokens)
 
+    @rule(slot=st.integers(0, SLOTS - 1), keep=st.integers(0, MAX_PAGES * PAGE), more=st.integers(1, 60))
+    def go_back_and_extend(self, slot: int, keep: int, more: int) -> None:
+        """As for a turn that parts from what its slot holds: all it will write is promised, copies included."""
+        keep = min(keep, len(self.tokens.get(slot, ())))
+        total = min(keep + more, MAX_PAGES * PAGE)
+        if slot in self.tokens and self.pool.extend(slot, total, keep=keep):
+            self.pool.truncate(slot, keep)
+            del self.tokens[slot][keep:]
+            self.reserved[slot] = total
+
     @rule(slot=st.integers(0, SLOTS - 1))
     def release(self, slot: int) -> None:
         if slot in self.tokens:

@@ -24,8 +24,12 @@ def make(has_state: bool = False) -> Scheduler:
     return Scheduler(slots, prefill_chunk=CHUNK, max_queue=QUEUE, has_state=has_state)
 
 
-def request(name: str, prompt: int, max_tokens: int | None, bound_slot: int | None = None) -> Request:
-    return Request(name, list(range(prompt)), SamplingParams(max_tokens=max_tokens), seed=0, bound_slot=bound_slot)
+def request(
+    name: str, prompt: int, max_tokens: int | None, bound_slot: int | None = None, parts_at: int = 999
+) -> Request:
+    """Its prompt begins as all others do, up to token parts_at."""
+    ids = [i if i < parts_at else 1000 + i for i in range(prompt)]
+    return Request(name, ids, SamplingParams(max_tokens=max_tokens), seed=0, bound_slot=bound_slot)
 
 
 def play(scheduler: Scheduler, plan: StepPlan) -> list[Request]:
@@ -65,12 +69,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert prompt + (max_tokens or 0) <= limit
         self.all.append(new)
 
-    @rule(prompt=st.integers(1, 60), which=st.integers(0, 5))
-    def add_to_a_held_slot(self, prompt: int, which: int) -> None:
+    @rule(prompt=st.integers(1, 100), which=st.integers(0, 5), parts_at=st.integers(0, 100))
+    def add_to_a_held_slot(self, prompt: int, which: int, parts_at: int) -> None:
         if not self.held or len(self.scheduler.waiting) == QUEUE:
             return
         slot = self.held[which % len(self.held)]
-        new = request(f"r{len(self.all)}", prompt, 10, bound_slot=slot)
+        new = request(f"r{len(self.all)}", prompt, 10, slot, parts_at)
         try:
             self.scheduler.add(new)
         except SlotError:
@@ -115,6 +119,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def acquire(self, tokens: int) -> None:
         with contextlib.suppress(NoFreeSlot, OutOfPages):
             self.held.append(self.scheduler.slots.acquire(tokens, SlotUse.ACQUIRED))
+
+    @rule(which=st.integers(0, 5), tokens=st.integers(1, 100))
+    def fork(self, which: int, tokens: int) -> None:
+        slots = self.scheduler.slots
+        parents = [slot for slot in self.held if slots.use_of(slot) is SlotUse.ACQUIRED]
+        if parents:
+            parent = parents[which % len(parents)]
+            with contextlib.suppress(NoFreeSlot, OutOfPages):
+                self.held.append(slots.fork(parent, max(tokens, slots.kv_lens[parent]), SlotUse.ACQUIRED))
 
     @rule(which=st.integers(0, 5))
     def release(self, which: int) -> None:
@@ -224,6 +237,31 @@ def test_what_can_never_fit_is_refused_at_once(prompt: int, max_tokens: int, mes
     with pytest.raises(RequestError, match=message):
         scheduler.add(request("r", prompt, max_tokens))
     assert not scheduler.has_work
+
+
+def test_a_turn_that_parts_from_shared_pages_waits_for_their_copies() -> None:
+    """A fork goes back into pages it shares while the pool is promised to others: it waits, and takes nobody's."""
+    scheduler = make()
+    slots, pool = scheduler.slots, scheduler.slots.pages
+    parent = slots.acquire(96, SlotUse.ACQUIRED)
+    scheduler.add(request("history", 80, 1, parent))
+    play(scheduler, scheduler.schedule())
+    play(scheduler, scheduler.schedule())
+    assert slots.kv_lens[parent] == 80
+    child = slots.fork(parent, 96, SlotUse.ACQUIRED)
+    other = request("other", 10, 182)
+    scheduler.add(other)
+    play(scheduler, scheduler.schedule())
+    assert isinstance(pool, PagedPool)
+    assert pool.available < 5
+    turn = request("turn", 80, 10, child, parts_at=10)
+    scheduler.add(turn)
+    while other.state is not State.FINISHED:
+        play(scheduler, scheduler.schedule())
+        assert turn.state is State.WAITING
+    while scheduler.has_work:
+        play(scheduler, scheduler.schedule())
+    assert (turn.finish_reason, turn.num_cached, len(turn.output_ids)) == ("length", 10, 10)
 
 
 def test_a_full_queue_refuses_in_words() -> None:

@@ -69,8 +69,13 @@ def test_hub_id_downloads_what_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert checkpoint.name == "owner/name"
     assert "*.safetensors" in asked["owner/name"]
     assert not any("gguf" in p or "bin" in p for p in asked["owner/name"])
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, file: str(tmp_path / repo / file))
-    assert find_model("owner/name/sub/q4.gguf") == tmp_path / "owner/name/sub/q4.gguf"
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, allow_patterns: str(tmp_path / repo))
+    with pytest.raises(ModelError, match=r"owner/name: holds no sub/q4\.gguf"):
+        find_model("owner/name/sub/q4.gguf")
+    file = tmp_path / "owner/name/sub/q4.gguf"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert find_model("owner/name/sub/q4.gguf") == file
 
 
 @pytest.mark.parametrize(
@@ -89,8 +94,9 @@ def test_hub_failures_say_what_to_do(error: Exception, message: str, monkeypatch
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ModelError, match=message):
-        find_model("owner/name")
+    for name in ("owner/name", "owner/name/model.gguf"):
+        with pytest.raises(ModelError, match=message):
+            find_model(name)
 
 
 def test_shapes_need_dummy_weights() -> None:

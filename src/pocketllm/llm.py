@@ -12,7 +12,7 @@ from rich.progress import Progress
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.request import FinishReason, RequestOutput
 from pocketllm.engine.sampled import TokenLogprobs
-from pocketllm.errors import PocketLLMError, QueueFull, RequestError
+from pocketllm.errors import OptionError, PocketLLMError, QueueFull, RequestError
 from pocketllm.models.registry import Checkpoint, read_model
 from pocketllm.options import EngineOptions, SamplingParams
 from pocketllm.text.chat import ChatTemplate
@@ -56,7 +56,9 @@ class LLM:
         options: EngineOptions | None = None,
         **option_values: Any,
     ) -> None:
-        """model: folder, GGUF file, hub id or None (the embedded model); options as for `Engine`."""
+        """model: folder, GGUF file, hub id or None (the embedded model); options and errors as for `Engine`."""
+        if options is not None and option_values:
+            raise OptionError("give either options or single options by name, not both")
         options = options or EngineOptions.of(**option_values)
         checkpoint = model if isinstance(model, Checkpoint) else read_model(model, options.load_format)
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.path) if checkpoint.path is not None else None
@@ -97,18 +99,38 @@ class LLM:
         progress: bool = False,
         **template_values: Any,
     ) -> list[Generation]:
-        """Answers each conversation, a list of {"role": ..., "content": ...}, through the model's chat template."""
+        """Answers each conversation, a list of {"role": ..., "content": ...}, through the model's chat template.
+
+        One conversation's error, the template's refusal included, is in its result; the others are answered.
+        """
         one = bool(conversations) and isinstance(conversations[0], dict)
         batch: list[Any] = [conversations] if one else list(conversations)
-        prompts = [self.chat_prompt(conversation, **template_values) for conversation in batch]
-        return self.generate(prompts, params, progress=progress)
+        each = self._params(params, len(batch))
+        if batch:
+            self._chat_template()  # a model that has none can answer nobody
+        results: dict[int, Generation] = {}
+        prompts: dict[int, list[int]] = {}
+        for index, conversation in enumerate(batch):
+            try:
+                prompts[index] = self.chat_prompt(conversation, **template_values)
+            except PocketLLMError as error:
+                results[index] = Generation(index, [], finish_reason="error", error=error)
+        answers = self.generate(list(prompts.values()), [each[index] for index in prompts], progress=progress)
+        for index, answer in zip(prompts, answers, strict=True):
+            results[index] = replace(answer, index=index)
+        return [results[index] for index in range(len(batch))]
 
     def chat_prompt(self, conversation: Conversation, **template_values: Any) -> list[int]:
         """Token ids of a conversation with the generation prompt; RequestError if the template refuses it."""
-        tokenizer = self._tokenizer()
+        template = self._chat_template()
+        if isinstance(conversation, str) or not isinstance(conversation, Sequence):
+            raise RequestError(f"{conversation!r}: a conversation is a list of messages, dicts with role and content")
+        return self._tokenizer().encode(template.render(list(conversation), **template_values), add_special=False)
+
+    def _chat_template(self) -> ChatTemplate:
         if self._template is None:
-            self._template = ChatTemplate.of(tokenizer)
-        return tokenizer.encode(self._template.render(list(conversation), **template_values), add_special=False)
+            self._template = ChatTemplate.of(self._tokenizer())
+        return self._template
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -117,9 +139,7 @@ class LLM:
 
         Leaving the iterator early ends what is still running.
         """
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(each)} SamplingParams: give one, or one per prompt")
+        each = self._params(params, len(prompts))
         pending = list(reversed(list(enumerate(prompts))))
         running: dict[str, tuple[Generation, TextStream | None]] = {}
         try:
@@ -134,6 +154,19 @@ class LLM:
         finally:
             for request_id in running:
                 self.engine.end_request(request_id)
+
+    @staticmethod
+    def _params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        """One for each of `count` prompts; RequestError if they are not SamplingParams, or not so many."""
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * count
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(
+                    f"{one!r} is no SamplingParams: write SamplingParams(max_tokens=...), or one per prompt"
+                )
+        if len(each) != count:
+            raise RequestError(f"{count} prompts but {len(each)} SamplingParams: give one, or one per prompt")
+        return each
 
     def _submit(
         self,
@@ -184,12 +217,14 @@ class LLM:
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError("a model of dummy weights has no tokenizer: give token ids")
+            raise RequestError("a shape of dummy weights has no tokenizer: give token ids, or a folder that has one")
         return self.tokenizer
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single text, or a single list of token ids, is a batch of one."""
     values: Sequence[Any] = prompts
+    if not isinstance(values, Sequence):
+        raise RequestError(f"{type(values).__name__}: a prompt is a text or a list of token ids, several are a list")
     single = isinstance(values, str) or (len(values) > 0 and isinstance(values[0], int))
     return [values] if single else list(values)

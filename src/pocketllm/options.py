@@ -10,7 +10,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
@@ -206,6 +206,12 @@ class SamplingParams(_Checked):
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            _require(isinstance(value, Iterable), f"{name} = {value!r}: must be a tuple, empty for none")
+        biases = self.logit_bias
+        _require(isinstance(biases, Mapping), f"logit_bias = {biases!r}: must be a dict of token ids and numbers")
+        _require(isinstance(self.ignore_eos, bool), f"ignore_eos = {self.ignore_eos!r}: must be True or False")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
@@ -248,8 +254,8 @@ class SamplingParams(_Checked):
         for token, bias in self.logit_bias.items():
             _require(_is_int(token) and token >= 0, f"logit_bias: {token!r} is no token id")
             _require(
-                isinstance(bias, int | float) and not math.isnan(bias) and bias != math.inf,
-                f"logit_bias[{token}] = {bias!r}: must be a number (-inf forbids the token)",
+                isinstance(bias, int | float) and bias <= 1e38,  # false for NaN; the logits are float32
+                f"logit_bias[{token}] = {bias!r}: must be a number up to 1e38 (-inf forbids the token)",
             )
 
 

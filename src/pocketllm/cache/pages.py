@@ -40,8 +40,12 @@ class PageTable(Protocol):
     def acquire(self, slot: int, num_tokens: int) -> None:
         """Reserve num_tokens for a slot that holds nothing; OutOfPages if they can't be promised."""
 
-    def extend(self, slot: int, num_tokens: int) -> bool:
-        """Raise the slot's reservation to num_tokens if free pages allow; otherwise change nothing, return False."""
+    def extend(self, slot: int, num_tokens: int, keep: int | None = None) -> bool:
+        """Raise the slot's reservation to num_tokens if free pages allow; otherwise change nothing, return False.
+
+        keep: the slot is going to be truncated to so many tokens, perhaps into pages it shares; what it then writes up to
+        num_tokens is promised too, the copy of a shared page included.
+        """
 
     def prepare_write(self, slot: int, start: int, end: int) -> PageEdits:
         """Make tokens start..end-1 of a slot writable. Never fails within the reservation of a slot that has not been
@@ -75,7 +79,7 @@ class SlotPages:
         if not self.can_reserve(num_tokens):
             raise OutOfPages(f"{num_tokens} tokens asked for, a slot holds {self.max_pages * self.page_size}")
 
-    def extend(self, slot: int, num_tokens: int) -> bool:
+    def extend(self, slot: int, num_tokens: int, keep: int | None = None) -> bool:
         return self.can_reserve(num_tokens)
 
     def prepare_write(self, slot: int, start: int, end: int) -> PageEdits:
@@ -133,8 +137,13 @@ class PagedPool:
             raise OutOfPages(f"slot {slot} already holds pages: release it first")
         self._promise(slot, self._pages_for(num_tokens))
 
-    def extend(self, slot: int, num_tokens: int) -> bool:
-        more = self._pages_for(num_tokens) - len(self._pages[slot]) - self._promised[slot]
+    def extend(self, slot: int, num_tokens: int, keep: int | None = None) -> bool:
+        pages = self._pages[slot]
+        kept = pages if keep is None else pages[: self._pages_for(keep)]
+        own = sum(self._ref_counts[page] == 1 for page in pages[len(kept) :])  # `truncate` promises these anew
+        cut = keep is not None and keep % self.page_size > 0
+        copies = sum(self._ref_counts[page] > 1 for page in kept[-1:]) if cut else 0
+        more = max(self._pages_for(num_tokens) - len(kept), 0) + copies - own - self._promised[slot]
         if more > 0:
             if more > self.available or self._pages_for(num_tokens) > self.max_pages:
                 return False

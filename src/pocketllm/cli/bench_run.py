@@ -15,6 +15,7 @@ from pocketllm.engine.device import pick_device, used_memory
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.request import RequestOutput
 from pocketllm.engine.slot_engine import SlotRequest
+from pocketllm.errors import OptionError
 from pocketllm.kernels import select_kernels
 from pocketllm.models.moe import SparseMoE
 from pocketllm.models.registry import read_model
@@ -64,7 +65,17 @@ class Bench:
         }
 
     def row(self, slots: int, context: int, kv_cache_dtype: str) -> Row:
-        """Builds an engine of just this size and measures it."""
+        """Builds an engine of just this size and measures it. OptionError if the model can't hold so many tokens."""
+        limit = self._checkpoint.config.max_position_embeddings
+        for flag, tokens, needed in (
+            ("--context", context, context_needed(context, self._steps)),
+            ("--prompt", self._prompt, self._prompt + 1),
+        ):
+            if needed > limit:
+                raise OptionError(
+                    f"{flag} {tokens}: with {needed - tokens} to generate that passes this model's limit of {limit} tokens: "
+                    f"use {flag} <= {limit - (needed - tokens)}"
+                )
         options = replace(
             self._options,
             max_batch_size=slots,

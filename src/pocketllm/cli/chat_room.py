@@ -229,7 +229,7 @@ class ChatRoom:
 def _value(current: Any, text: str) -> Any:
     """`text` as the kind of value that the parameter has now."""
     if text == "none":
-        return None
+        return () if isinstance(current, tuple) else None
     if isinstance(current, bool):
         if text not in ("on", "off"):
             raise OptionError(f"{text!r}: write on or off")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,10 +20,13 @@ from pocketllm.cli.flags import in_flags
 from pocketllm.errors import PocketLLMError
 
 ERROR, INTERRUPTED = 2, 130
+_WIDE = 200
 
 
 def stdout() -> Console:
-    return Console(highlight=False)
+    """Where answers and tables go. A pipe or a file has no width that a table must be cut to, unless COLUMNS names one."""
+    width = None if sys.stdout.isatty() else shutil.get_terminal_size((_WIDE, 1)).columns
+    return Console(highlight=False, width=width)
 
 
 def stderr() -> Console:

@@ -112,7 +112,7 @@ def _show(texts: list[str], results: list[Generation]) -> None:
     for index, (text, result) in enumerate(zip(texts, results, strict=True)):
         out.print(Text(f"── {index} · {' '.join(text.split())}", style="bold", overflow="ellipsis", no_wrap=True))
         if result.error is None:
-            out.print(Text(result.text))
+            out.print(Text(result.text), soft_wrap=not out.is_terminal)  # in a file, lines are the model's
         out.print()
 
 

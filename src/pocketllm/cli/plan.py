@@ -51,7 +51,8 @@ def plan(
     import torch
 
     from pocketllm.engine.device import available_memory
-    from pocketllm.engine.memory_plan import check_fits, context_table, plan_memory
+    from pocketllm.engine.memory_advice import check_fits
+    from pocketllm.engine.memory_plan import context_table, plan_memory
 
     device = "cpu" if gpu_memory is None else "cuda"
     budget = parse_bytes(gpu_memory) if gpu_memory is not None else options.memory_limit
@@ -89,7 +90,9 @@ def _list_shapes(json: bool) -> None:
 
 def _find(model: str | None) -> Checkpoint:
     """Config and storage of a model; of a hub id, which may be large, only the config is fetched."""
+    from pocketllm.models.config_hf import config_from_folder
     from pocketllm.models.registry import Checkpoint, ConfigStorage, read_model, shape_names
+    from pocketllm.weights.hub import find_config
 
     if model is None or Path(model).expanduser().exists():
         return read_model(model)
@@ -99,23 +102,11 @@ def _find(model: str | None) -> Checkpoint:
         if "/" not in model:
             raise ModelError(f"{model}: no such file, folder or shape. Shapes: {', '.join(shape_names())}")
         return read_model(model)
-    config = _hub_config(model)
-    return Checkpoint(config, None, model, ConfigStorage(config), None)
-
-
-def _hub_config(repo: str) -> Any:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    from pocketllm.models.config_hf import config_from_folder
-
     try:
-        return config_from_folder(Path(hf_hub_download(repo, "config.json")).parent)
-    except (HfHubHTTPError, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(
-            f"{repo}: its config can't be fetched from the hub ({reason}). Give a folder, or a shape of `plan --list`"
-        ) from None
+        config = config_from_folder(find_config(model))
+    except ModelError as error:
+        raise ModelError(f"{error}. Shapes that need no file: `plan --list`") from None
+    return Checkpoint(config, None, model, ConfigStorage(config), None)
 
 
 _MEANINGS = {

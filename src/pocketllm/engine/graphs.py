@@ -27,7 +27,8 @@ def padded_size(num_slots: int) -> int:
 
 def padded_sizes(num_slots: int) -> list[int]:
     """Of all batches of up to num_slots."""
-    return sorted({padded_size(n) for n in range(1, num_slots + 1)})
+    small = {padded_size(n) for n in range(1, min(num_slots, _TILE) + 1)}
+    return [*sorted(small), *range(2 * _TILE, padded_size(num_slots) + 1, _TILE)]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@ engine allocates from the same shapes, so plan and reality agree to the byte; `p
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from pocketllm.cache.kv import KVCacheShape
 from pocketllm.cache.state import StateShape
 from pocketllm.engine.graphs import padded_sizes
 from pocketllm.engine.sampler import Sampler
-from pocketllm.errors import MemoryPlanError, OptionError
+from pocketllm.errors import OptionError
 from pocketllm.kernels import select_kernels
 from pocketllm.layers.rope import RotaryEmbedding
 from pocketllm.models.config import ModelConfig
@@ -103,7 +105,7 @@ def kv_format_of(options: EngineOptions, dtype: torch.dtype) -> KVFormat:
     return kv_format(plain if options.kv_cache_dtype == "auto" else options.kv_cache_dtype)
 
 
-class _Planner:
+class Planner:
     """Everything about a model on a device that does not depend on slots, context and KV format, computed once."""
 
     def __init__(
@@ -154,6 +156,53 @@ class _Planner:
             except ValueError:
                 continue
             yield size
+
+    def with_options(self, **changes: Any) -> Planner:
+        """The same with other slots, context, KV format or chunk: what is known of the model stays."""
+        other = copy.copy(self)
+        other.options = dataclasses.replace(self.options, **changes)
+        return other
+
+    def choose(self) -> MemoryPlan:
+        """The plan for the options, with what they leave open (see `plan_memory`). OptionError for impossible ones."""
+        config, options = self.config, self.options
+        fmt = kv_format_of(options, self.dtype)
+        try:
+            fmt.planes(config.head_dim)
+        except ValueError as error:
+            raise OptionError(f"kv_cache_dtype = {fmt.name!r} does not suit this model: {error}") from error
+        slots, page = options.max_batch_size, options.page_size
+        notes: list[str] = []
+        limit = config.max_position_embeddings
+        if options.max_context is not None and options.max_context > limit:
+            raise OptionError(f"max_context = {options.max_context}: this model's limit is {limit} tokens")
+        wanted = options.max_context or limit
+        max_pages = -(-wanted // page)
+        if options.kv_layout == "slots":
+            if options.max_context is None:
+                context = self.largest_context(slots, fmt)
+                if context and context < limit:
+                    max_pages = context // page
+                    notes.append(f"max_context = {context}: the most that {slots} slots can own")
+            return self.plan(slots, slots * max_pages, max_pages, fmt, tuple(notes))
+        if options.kv_tokens is not None:
+            pages = -(-options.kv_tokens // page)
+            if options.max_context is not None and pages < max_pages:
+                raise OptionError(
+                    f"kv_tokens = {options.kv_tokens}: a pool that can't hold one slot of max_context = {wanted}: use "
+                    f"kv_tokens >= {wanted}, or a smaller max_context"
+                )
+            if pages < slots:
+                notes.append(f"pool of {slots * page} tokens: a page for each of {slots} slots is the least")
+        else:
+            pages = self.pages_that_fit(slots, max_pages, fmt)
+            if pages < slots * max_pages:
+                notes.append(f"pool of {pages * page} tokens: {slots} slots of {wanted} would be {slots * wanted}")
+        if pages < max_pages and options.max_context is None and pages > 0:
+            max_pages = pages
+            notes.append(f"max_context = {pages * page}: one slot can't hold more than the pool")
+        # A pool that can't hold one full slot, or one page a slot, is no plan: ask for what is needed, let `fits` say no.
+        return self.plan(slots, max(pages, max_pages, slots), max_pages, fmt, tuple(notes))
 
     def plan(self, slots: int, pages: int, max_pages: int, fmt: KVFormat, notes: tuple[str, ...] = ()) -> MemoryPlan:
         """The plan for given sizes, whether it fits or not."""
@@ -283,77 +332,9 @@ def plan_memory(
     weights (`Checkpoint.storage`); None: as its config says.
 
     Sizes that the options leave open are chosen here and named in `notes`. The plan may not fit (`fits`): a caller that
-    wants to allocate calls `check_fits`.
+    wants to allocate calls `memory_advice.check_fits`.
     """
-    planner = _Planner(config, options, device_memory, device_type, storage)
-    fmt = kv_format_of(options, planner.dtype)
-    try:
-        fmt.planes(config.head_dim)
-    except ValueError as error:
-        raise OptionError(f"kv_cache_dtype = {fmt.name!r} does not suit this model: {error}") from error
-    slots, page = options.max_batch_size, options.page_size
-    notes: list[str] = []
-    limit = config.max_position_embeddings
-    if options.max_context is not None and options.max_context > limit:
-        raise OptionError(f"max_context = {options.max_context}: this model's limit is {limit} tokens")
-    wanted = options.max_context or limit
-    max_pages = -(-wanted // page)
-    if options.kv_layout == "slots":
-        if options.max_context is None:
-            context = planner.largest_context(slots, fmt)
-            if context and context < limit:
-                max_pages = context // page
-                notes.append(f"max_context = {context}: the most that {slots} slots can own")
-        return planner.plan(slots, slots * max_pages, max_pages, fmt, tuple(notes))
-    if options.kv_tokens is not None:
-        pages = -(-options.kv_tokens // page)
-    else:
-        pages = planner.pages_that_fit(slots, max_pages, fmt)
-        if pages < slots * max_pages:
-            notes.append(f"pool of {pages * page} tokens: {slots} slots of {wanted} would be {slots * wanted}")
-    if pages < max_pages and options.max_context is None and pages > 0:
-        max_pages = pages
-        notes.append(f"max_context = {pages * page}: one slot can't hold more than the pool")
-    # A pool that can't hold one full slot, or one page a slot, is no plan: ask for what is needed, and let `fits` say no.
-    return planner.plan(slots, max(pages, max_pages, slots), max_pages, fmt, tuple(notes))
-
-
-def check_fits(
-    plan: MemoryPlan,
-    config: ModelConfig,
-    options: EngineOptions,
-    device_type: str = "cpu",
-    storage: Storage | None = None,
-) -> None:
-    """MemoryPlanError naming the nearest settings that fit, if the plan does not."""
-    if plan.fits:
-        return
-    assert plan.budget is not None
-    planner = _Planner(config, options, plan.budget, device_type, storage)
-    advice = list(_nearest(planner, plan, options))
-    raise MemoryPlanError(
-        f"{plan.kv.num_slots} slots of {plan.max_context} tokens as {plan.kv.kv_format.name} need {gib(plan.total)} "
-        f"({gib(plan.weights)} of it weights), {gib(plan.budget)} are available. "
-        + ("What fits: " + "; ".join(advice) if advice else "The weights alone do not fit: use a smaller model or GPU")
-    )
-
-
-def _nearest(planner: _Planner, plan: MemoryPlan, options: EngineOptions) -> Iterator[str]:
-    slots, fmt = plan.kv.num_slots, plan.kv.kv_format
-    context = planner.largest_context(slots, fmt)
-    if context:
-        yield f"max_context={context} with the same slots and KV type"
-    for fewer in range(slots - 1, 0, -1):
-        if planner.plan(fewer, fewer * plan.kv.max_pages, plan.kv.max_pages, fmt).fits:
-            yield f"max_batch_size={fewer} with the same context and KV type"
-            break
-    smaller = sorted(KV_FORMATS.values(), key=lambda f: -f.bytes_per_token(plan.kv.head_dim))
-    for other in smaller:
-        if other.bytes_per_token(plan.kv.head_dim) >= fmt.bytes_per_token(plan.kv.head_dim):
-            continue
-        if planner.plan(slots, slots * plan.kv.max_pages, plan.kv.max_pages, other).fits:
-            yield f"kv_cache_dtype={other.name} with the same slots and context"
-            break
+    return Planner(config, options, device_memory, device_type, storage).choose()
 
 
 def context_table(
@@ -365,7 +346,7 @@ def context_table(
 ) -> dict[str, dict[int, int]]:
     """Largest context per slot for each KV format and number of slots in TABLE_SLOTS (0: does not fit)."""
     open_context = dataclasses.replace(options, max_context=None)
-    planner = _Planner(config, open_context, device_memory, device_type, storage)
+    planner = Planner(config, open_context, device_memory, device_type, storage)
     return {
         name: {slots: planner.largest_context(slots, fmt) for slots in TABLE_SLOTS} for name, fmt in KV_FORMATS.items()
     }

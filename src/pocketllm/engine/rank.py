@@ -9,7 +9,8 @@ import torch
 
 from pocketllm.engine.device import available_memory, limit_memory, pick_device
 from pocketllm.engine.lead import LeadRunner, Ranks
-from pocketllm.engine.memory_plan import MemoryPlan, check_fits, compute_dtype, gib, plan_memory
+from pocketllm.engine.memory_advice import check_fits
+from pocketllm.engine.memory_plan import MemoryPlan, compute_dtype, gib, plan_memory
 from pocketllm.engine.runner import ModelRunner
 from pocketllm.errors import MemoryPlanError
 from pocketllm.kernels import select_kernels

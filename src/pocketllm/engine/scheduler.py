@@ -60,6 +60,7 @@ class Scheduler:
             )
         if request.bound_slot is not None:
             self.slots.expect(request.bound_slot, SlotUse.ACQUIRED)
+            request.num_cached = self._reusable_prefix(request.bound_slot, request.prompt_ids)  # nobody changes it now
             self.slots.set_use(request.bound_slot, SlotUse.QUEUED)
         self.waiting.append(request)
 
@@ -154,9 +155,8 @@ class Scheduler:
     def _admit_bound(self, request: Request) -> bool:
         slot = request.bound_slot
         assert slot is not None
-        if not self.slots.pages.extend(slot, self._reservation(request)):
+        if not self.slots.pages.extend(slot, self._reservation(request), keep=request.num_cached):
             return False
-        request.num_cached = self._reusable_prefix(slot, request.prompt_ids)
         if request.num_cached == 0:
             self.slots.restart(slot)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -121,9 +121,13 @@ class SlotEngine:
     # -- slots -------------------------------------------------------------------------------------------------------
 
     def acquire_slot(self, num_tokens: int | None = None) -> int:
-        """A fresh slot with num_tokens reserved (None: an equal share of the pool). NoFreeSlot or OutOfPages."""
+        """A fresh slot with num_tokens reserved (None: an equal share of the pool; at most max_context).
+
+        NoFreeSlot or OutOfPages; SlotError for a number below 1."""
         if num_tokens is None:
             num_tokens = self.slots.pages.fair_share(self.slots.num_slots)
+        if num_tokens < 1:
+            raise SlotError(f"num_tokens = {num_tokens}: reserve at least 1, or None for an equal share of the pool")
         num_tokens = min(num_tokens, self.slots.max_context)
         return self.slots.acquire(num_tokens, SlotUse.ACQUIRED)
 
@@ -230,6 +234,8 @@ class SlotEngine:
 
     def check_tokens(self, token_ids: Sequence[int]) -> list[int]:
         """The ids as a list of ints; RequestError if there are none or one is out of the vocabulary."""
+        if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+            raise RequestError(f"{token_ids!r}: token ids are a sequence of whole numbers")
         ids = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
         if not ids:
             raise RequestError("no tokens: give at least one")

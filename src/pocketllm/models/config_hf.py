@@ -73,7 +73,10 @@ def config_from_folder(folder: Path) -> ModelConfig:
 
 def config_from_dict(values: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """`values` is the object of config.json, `generation` that of generation_config.json."""
-    return _Parser(values, generation or {}).config()
+    try:
+        return _Parser(values, generation or {}).config()
+    except (TypeError, ValueError, AttributeError) as error:  # the sizes are checked by name; this is the rest
+        raise ModelError(f"a value is of the wrong kind: {error}") from error
 
 
 class _Parser:
@@ -94,19 +97,20 @@ class _Parser:
         self._refuse_sliding_windows()
         bias = bool(text.get(family.bias_key, family.attention_bias))
         hidden = self.integer("hidden_size")
-        head_dim = text.get("head_dim") or (256 if family.hybrid else hidden // self.num_heads)
+        head_dim = self.integer("head_dim", 256 if family.hybrid else hidden // self.num_heads)
         rope, max_position = self._rope(head_dim)
         quantization, unquantized = self._quantization()
         sparse = self._sparse_layers()
+        no_dense = (0, 0) if sparse and all(sparse) else ()  # then the size of dense layers may be left out, or be 0
         return ModelConfig(
             model_type=self.model_type,
             vocab_size=self.integer("vocab_size"),
             hidden_size=hidden,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
-            num_kv_heads=text.get("num_key_value_heads") or self.num_heads,
+            num_kv_heads=self.integer("num_key_value_heads", self.num_heads),
             head_dim=head_dim,
-            intermediate_size=self.integer("intermediate_size", 0 if sparse and all(sparse) else None),
+            intermediate_size=self.integer("intermediate_size", *no_dense),
             rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
             rope=rope,
             max_position_embeddings=max_position,
@@ -128,12 +132,12 @@ class _Parser:
             generation_defaults=self._generation_defaults(),
         )
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.text.get(key)
         if value is None:
             value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ModelError(f"{key} = {value!r}: must be a whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ModelError(f"{key} = {value!r}: must be a whole number, at least {least}")
         return value
 
     def _rope(self, head_dim: int) -> tuple[RopeConfig, int]:
@@ -182,7 +186,7 @@ class _Parser:
         text = self.text
         if not text.get("use_sliding_window") or text.get("sliding_window") is None:
             return
-        if self.family.windows_from_layer and self.integer("max_window_layers", 28) >= self.num_layers:
+        if self.family.windows_from_layer and self.integer("max_window_layers", 28, 0) >= self.num_layers:
             return
         raise ModelError("sliding windows in the model's own attention layers are not supported (use_sliding_window)")
 
@@ -197,7 +201,7 @@ class _Parser:
         )
 
     def _moe(self) -> MoEConfig:
-        shared = self.integer("shared_expert_intermediate_size") if self.family.shared_expert else 0
+        shared = self.integer("shared_expert_intermediate_size", least=0) if self.family.shared_expert else 0
         return MoEConfig(
             num_experts=self.integer("num_experts" if "num_experts" in self.text else "num_local_experts"),
             top_k=self.integer("num_experts_per_tok"),
@@ -219,6 +223,8 @@ class _Parser:
         for values in (self.generation, self.text, self.outer):
             ids = values.get("eos_token_id")
             found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(isinstance(token, int) and token >= 0 for token in found):
+            raise ModelError(f"eos_token_id = {found}: must be token ids")
         return tuple(dict.fromkeys(found))
 
     def _dtype(self) -> str:

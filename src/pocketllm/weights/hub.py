@@ -53,15 +53,31 @@ def _in_folder(folder: Path) -> Path:
     raise ModelError(f"{folder}: holds neither config.json nor a .gguf file")
 
 
+def find_config(repo: str) -> Path:
+    """A folder with the config.json of a hub id `owner/name`, and perhaps nothing else. Errors as of `find_model`."""
+    return _file(repo, "config.json").parent
+
+
 def _download(model: str) -> Path:
+    repo, file = "/".join(model.split("/")[:2]), "/".join(model.split("/")[2:])
+    return _file(repo, file) if file else _in_folder(_snapshot(repo, _NEEDED_FILES, model))
+
+
+def _file(repo: str, name: str) -> Path:
+    path = _snapshot(repo, [name], f"{repo}/{name}") / name
+    if not path.exists():
+        raise ModelError(f"{repo}: holds no {name} (or this machine is offline, and only other files of it are here)")
+    return path
+
+
+def _snapshot(repo: str, patterns: list[str], model: str) -> Path:
+    """The local copy of a hub repository, so far as its files match. Also for one file: to ask the hub for that alone
+    retries for half a minute where there is no network. model: what errors speak of."""
     import huggingface_hub
     from huggingface_hub import errors
 
-    repo, file = "/".join(model.split("/")[:2]), "/".join(model.split("/")[2:])
     try:
-        if file:
-            return Path(huggingface_hub.hf_hub_download(repo, file))
-        return _in_folder(Path(huggingface_hub.snapshot_download(repo, allow_patterns=_NEEDED_FILES)))
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=patterns))
     except errors.GatedRepoError:
         raise ModelError(f"{repo}: access must be granted on huggingface.co, then: hf auth login") from None
     except (errors.RepositoryNotFoundError, errors.EntryNotFoundError) as error:
