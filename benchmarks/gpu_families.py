@@ -25,6 +25,8 @@ from pocketllm.engine.engine import Engine
 from pocketllm.engine.inputs import SlotTokens, pack
 from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.triton.linear_tuning import LinearTable, linear_table
+from pocketllm.kernels.triton.pairs import room_for_pairs, takes_pairs
+from pocketllm.kernels.types import Activations, Bridge, Readers
 from pocketllm.parallel import SMALL_BATCH, Summands
 
 REPLAYS = 12
@@ -34,11 +36,29 @@ def _like_linear(x: Tensor, weight: Any) -> Tensor:
     return x.new_empty(len(x), weight.shape[0])
 
 
-def _like_delta(qkv: Tensor, z: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(z, memory_format=torch.contiguous_format)
+def _for(readers: Readers, x: Tensor) -> Activations:
+    return (
+        room_for_pairs(*x.shape, x.dtype, x.device)
+        if takes_pairs(readers)
+        else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    )
+
+
+def _like_delta(qkv: Tensor, z: Tensor, *rest: Any) -> Activations:
+    return _for(rest[-1], z)
+
+
+def _no_bridge(weights: Bridge, num_rows: int, dtype: Any) -> Any:
+    def cross(x: Activations, residual: Tensor) -> list[Tensor]:
+        return [residual.new_empty(num_rows, w.shape[0]) for w in weights.next_in] or [
+            residual.new_empty(1, *residual.shape)
+        ]
+
+    return cross
 
 
 EMPTY: dict[str, dict[str, Callable[..., Any]]] = {  # family -> operation -> something of the result's shape
+    "bridges": {"bridge": _no_bridge},
     "products": {
         "linear": _like_linear,
         "linear_summands": lambda x, weight, place=None: Summands.of(_like_linear(x, weight)),
@@ -53,7 +73,7 @@ EMPTY: dict[str, dict[str, Callable[..., Any]]] = {  # family -> operation -> so
     "attention's small": {
         "append": lambda *_: None,
         "norm_rope": lambda x, *_: x.new_empty(x.shape),
-        "sigmoid_mul": lambda x, gate, readers=(): x,
+        "sigmoid_mul": lambda x, gate, readers=(): _for(readers, x),
     },
 }
 
@@ -135,7 +155,7 @@ def by_early_launch(engine: Engine, items: list[SlotTokens]) -> dict[int, float]
     """Microseconds of the decode pass with each setting of early launch (see `linear_tuning.LinearTable`)."""
     table = linear_table(engine.device)
     chosen, found = (table.early, table.early_rows), {}
-    for early in (0, 1, 2):
+    for early in (0, 1, 2, 3):
         _set_early(table, early, SMALL_BATCH)
         found[early] = round(graph_us(engine, items), 1)
     _set_early(table, *chosen)

@@ -1,16 +1,22 @@
-"""Times the Gated DeltaNet kernels of one layer of Qwen3.5-27B on a GPU, with several ways to share out the states.
+"""Times the Gated DeltaNet kernels of one layer of Qwen3.5-27B on a GPU, with several ways to share out the work.
 
-    python benchmarks/gpu_gated_delta.py [--tokens 8192]
+    python benchmarks/gpu_gated_delta.py             steps: checks them, then times decode of 1, 8, 32 slots
+    python benchmarks/gpu_gated_delta.py --prefill   checks prefill against the reference, then times it by kernel
 
-Steps (decode of 1, 8 and 32 slots) and one prefill of --tokens tokens; then the prefill by kernel. `floor` is the time in
-which a device-to-device copy moves the states, read and written.
+`floor` is the time in which a device-to-device copy moves what a kernel must read and write. A line of the prefill's table
+is one run with these sizes: each kernel's figure depends on its own sizes only.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import copy
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +24,27 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu_attention import copy_bandwidth
 from pocketllm.kernels import triton as kernels
+from pocketllm.kernels.reference import gated_delta as reference
 from pocketllm.kernels.triton import gated_delta
-from pocketllm.kernels.triton.gated_delta import StateConfig
+from pocketllm.kernels.triton.gated_delta import ChunkConfig, ConvConfig, StateConfig
 from pocketllm.kernels.triton.tune import time_graph
-from pocketllm.kernels.types import GatedDeltaWeights, LayerState
+from pocketllm.kernels.types import Bridge, GatedDeltaWeights, LayerState, LinearWeight, Readers
+from pocketllm.weights.formats import FORMATS
 
 DEVICE = torch.device("cuda", 0)
 KEY_HEADS, HEADS, DIM, TAPS = 16, 48, 128, 4
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
 SLOTS = 32
+KERNELS = ("conv_kernel", "chunk_kernel", "scan_kernel", "gated_norm_kernel")
+Variant = tuple[ConvConfig, ChunkConfig, StateConfig]
+CONVS = [ConvConfig(8, 8, 4), ConvConfig(16, 8, 8), ConvConfig(8, 4, 4), ConvConfig(4, 8, 2), ConvConfig(16, 4, 8)]
+SOLVES = [ChunkConfig(4, 4), ChunkConfig(16, 4), ChunkConfig(8, 8), ChunkConfig(8, 4), ChunkConfig(16, 8)]
+SCANS = [
+    StateConfig(64, 4, 3), StateConfig(128, 8, 3), StateConfig(64, 4, 2), StateConfig(64, 4, 1), StateConfig(64, 8, 3),
+    StateConfig(128, 8, 2), StateConfig(128, 8, 1), StateConfig(64, 8, 2),
+]  # fmt: skip
+STEPS: list[tuple[int, int | None]] = [(8, 128), (8, None), (4, None), (16, None)]  # as `gated_delta.STEP`
+REPEATS = 5  # of a variant; the first is not counted
 
 
 def weights() -> GatedDeltaWeights:
@@ -34,17 +52,17 @@ def weights() -> GatedDeltaWeights:
         return torch.randn(shape, device=DEVICE)
 
     return GatedDeltaWeights(
-        random(CHANNELS, TAPS), random(HEADS), random(HEADS), random(DIM), 1e-6, KEY_HEADS, HEADS, DIM, DIM
+        random(CHANNELS, TAPS) / 2, random(HEADS), random(HEADS), random(DIM), 1e-6, KEY_HEADS, HEADS, DIM, DIM
     )
 
 
-def state() -> LayerState:
+def state(journal: int = 0) -> LayerState:
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(SLOTS + 1, *shape, device=DEVICE)
 
     return LayerState(
-        zeros(CHANNELS, TAPS - 1), zeros(HEADS, DIM, DIM), zeros(0, CHANNELS), zeros(0, KEY_HEADS, DIM),
-        zeros(0, HEADS, DIM), zeros(0, HEADS),
+        zeros(CHANNELS, TAPS - 1).bfloat16(), zeros(HEADS, DIM, DIM), zeros(journal, CHANNELS).bfloat16(),
+        zeros(journal, KEY_HEADS, DIM), zeros(journal, HEADS, DIM), zeros(journal, HEADS),
     )  # fmt: skip
 
 
@@ -58,41 +76,236 @@ def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    args = parser.parse_args()
-    bandwidth, w = copy_bandwidth(), weights()
+def batch(lengths: list[int], starts: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """slot_ids, cu_seqlens_q and kv_lens of sequences that go on at `starts`."""
+    ends = [start + length for start, length in zip(starts or [0] * len(lengths), lengths, strict=True)]
+    return ints(*range(len(lengths))), ints(0, *accumulate(lengths)), ints(*ends)
+
+
+def decode_calls(x: tuple[Tensor, ...], w: GatedDeltaWeights, states: list[LayerState], **more: Any) -> list[Any]:
+    """Steps of other slots each time, so that no state is in L2 when it is read: 32 slots of each layer's states."""
+    slots = len(x[0])
+    slot_ids = torch.arange(SLOTS, dtype=torch.int32, device=DEVICE).view(-1, slots)
+    return [partial(kernels.gated_delta_decode, *x, w, s, ids, **more) for s in states for ids in slot_ids]
+
+
+def steps() -> None:
+    begin, w, bandwidth = time.perf_counter(), weights(), copy_bandwidth()
     states = [state() for _ in range(3)]  # more than L2 holds
-    for columns, warps in ((32, 4), (32, 2), (32, 1), (16, 1), (16, 2), (64, 4), (64, 8), (128, 8)):
-        gated_delta.STEP = StateConfig(columns, warps)
-        times = []
-        for slots in (1, 8, 32):
-            x, slot_ids = inputs(slots), torch.arange(slots, dtype=torch.int32, device=DEVICE)
-            times.append(time_graph([partial(kernels.gated_delta_decode, *x, w, s, slot_ids) for s in states], 5))
+    chosen = gated_delta.STEP
+    for step in STEPS:
+        gated_delta.STEP, times = step, []
+        try:
+            check_steps(w)
+            for pairs in (False, True):
+                readers: Readers = any_bridge() if pairs else ()
+                for slots in (1, 8, 32):
+                    x = inputs(slots)
+                    if pairs:  # as the kernel before then leaves them: gates in two summands
+                        x = (*x[:2], *(torch.randn(2, slots, 2 * HEADS, device=DEVICE).split(HEADS, dim=2)))
+                    times.append(time_graph(decode_calls(x, w, states, readers=readers), 5))
+        except Exception as failure:
+            print(f"  no {step}: {type(failure).__name__} {str(failure).splitlines()[0][:100]}", flush=True)
+        figures = " ".join(f"{t:6.1f}" for t in times)
         print(
-            f"step, {columns} columns, {warps} warps: us at 1, 8, 32 slots " + " ".join(f"{t:6.1f}" for t in times),
-            flush=True,
+            f"step, {step[0]:2} warps, registers {step[1]}: us at 1, 8, 32 slots, then as pairs: {figures}", flush=True
         )
+    gated_delta.STEP = chosen
     nbytes = 2 * HEADS * DIM * DIM * 4
     print("floor: " + " ".join(f"{n * nbytes / bandwidth * 1e6:6.1f}" for n in (1, 8, 32)))
-    x, n = inputs(args.tokens), args.tokens
-    prefill = partial(kernels.gated_delta_prefill, *x, w, states[0], ints(0), ints(0, n), ints(n))
-    for columns, warps, stages in itertools.product((16, 32, 64), (2, 4, 8), (2, 3)):
-        gated_delta.SCAN = StateConfig(columns, warps, stages)
-        try:
-            us = time_graph([prefill], 5)
-        except Exception as failure:
-            print(f"no {gated_delta.SCAN}: {str(failure).splitlines()[0][:80]}", flush=True)
-            continue
-        print(f"prefill of {n}, {columns} columns, {warps} warps, {stages} stages: {us:.0f} us", flush=True)
-    gated_delta.SCAN = StateConfig(64, 4, 2)
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(4):
-            prefill()
+    print(f"-- {time.perf_counter() - begin:.0f} s")
+
+
+def any_bridge() -> Bridge:
+    """One that reads the layer's output as pairs; nothing here multiplies by it."""
+    out = LinearWeight(FORMATS["fp8_block"], (5120, HEADS * DIM), ())
+    return Bridge(out, torch.ones(5120, device=DEVICE), out, out, None, (), 1e-6)
+
+
+def check_steps(w: GatedDeltaWeights) -> None:
+    """Against the reference, and the invariances bit for bit; prints what is wrong, if anything is."""
+    start, slot_ids = state(journal=4), ints(5, 0, 31, 7)
+    start.conv.normal_()
+    start.recurrent.normal_().mul_(0.1)
+    x, mine, theirs, verified = inputs(16), copy.deepcopy(start), copy.deepcopy(start), copy.deepcopy(start)
+    drafts: Any = kernels.gated_delta_verify(*x, w, verified, slot_ids, 4)
+    wrong = [] if torch.equal(verified.recurrent, start.recurrent) else ["verify moves the state"]
+    kernels.gated_delta_commit(verified, slot_ids, ints(4, 4, 4, 4))
+    for j in range(4):
+        rows = [part[j::4] for part in x]
+        before = copy.deepcopy(mine)
+        got: Any = kernels.gated_delta_decode(*rows, w, mine, slot_ids)
+        wanted = reference.gated_delta_decode(*rows, w, theirs, slot_ids)
+        if error(got, wanted) > 0.01:
+            wrong.append(f"error {error(got, wanted):.4f}")
+        if not torch.equal(got, drafts[j::4]):
+            wrong.append("verify is not decode")
+        one: Any = kernels.gated_delta_decode(*(part[2:3] for part in rows), w, copy.deepcopy(before), slot_ids[2:3])
+        if not torch.equal(one[0], got[2]):
+            wrong.append("a row alone is another")
+        paired: Any = kernels.gated_delta_decode(*rows, w, before, slot_ids, readers=any_bridge())
+        values = paired.codes.float() * paired.scales.T.repeat_interleave(128, dim=1)
+        values = (values[: len(values) // 2] + values[len(values) // 2 :])[:4]
+        if error(got, values) > 2**-8 or not torch.equal(before.recurrent, mine.recurrent):
+            wrong.append(f"pairs: error {error(got, values):.5f}")
+    if error(mine.recurrent, theirs.recurrent) > 1e-4 or not torch.equal(mine.conv, theirs.conv):
+        wrong.append(f"states: error {error(mine.recurrent, theirs.recurrent):.6f}")
+    if not (torch.equal(mine.recurrent, verified.recurrent) and torch.equal(mine.conv, verified.conv)):
+        wrong.append("commit is not decode")
+    for what in wrong:
+        print(f"WRONG with {gated_delta.STEP}: {what}", flush=True)
+
+
+def use(variant: Variant) -> None:
+    gated_delta.CONV, gated_delta.SOLVE, gated_delta.SCAN_FEW = variant
+    gated_delta.SCAN_MANY = variant[2]
+
+
+def variants() -> list[Variant]:
+    """Every kernel's sizes at least once; the first line has the sizes in use."""
+    first = (gated_delta.CONV, gated_delta.SOLVE, gated_delta.SCAN_FEW)
+    columns: list[list[Any]] = [
+        [own, *(c for c in all_ if c != own)] for own, all_ in zip(first, (CONVS, SOLVES, SCANS), strict=True)
+    ]
+    count = max(map(len, columns))
+    return [tuple(c[i] if i < len(c) else c[0] for c in columns) for i in range(count)]  # type: ignore[misc]
+
+
+def compile_in_worker(variant: Variant) -> str:
+    use(variant)
+    try:
+        kernels.gated_delta_prefill(*inputs(64), weights(), state(), *batch([64]))
         torch.cuda.synchronize()
-    for event in sorted(recorded.key_averages(), key=lambda event: -event.device_time_total)[:6]:
-        print(f"  {event.key[:40]:40} {event.device_time_total / 4:8.0f} us")
+    except Exception as failure:
+        return f"no {variant}: {type(failure).__name__} {str(failure).splitlines()[0][:100]}"
+    return ""
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def check(w: GatedDeltaWeights) -> None:
+    """Prefill against the reference in float32, and the invariances bit for bit."""
+    ragged = [1, 63, 64, 65, 130, 700, 2, 3]
+    cases = {
+        "1 x 8192": batch([8192]),
+        "16 x 1024": batch([1024] * 16),
+        "ragged": batch(ragged, [0, 1, 64, 5, 0, 100, 62, 6400]),
+    }
+    start = state()
+    start.conv.normal_()
+    start.recurrent.normal_().mul_(0.1)
+    for name, (slot_ids, bounds, kv_lens) in cases.items():
+        x, mine, theirs = inputs(int(bounds[-1])), copy.deepcopy(start), copy.deepcopy(start)
+        got = kernels.gated_delta_prefill(*x, w, mine, slot_ids, bounds, kv_lens)
+        exact = [part.float() for part in x]
+        wanted = reference.gated_delta_prefill(*exact, w, theirs, slot_ids, bounds, kv_lens)
+        errors = error(got, wanted), error(mine.recurrent, theirs.recurrent)
+        good = errors[0] < 0.03 and errors[1] < 0.02 and torch.equal(mine.conv, theirs.conv)
+        print(
+            f"{name}: error of outputs {errors[0]:.4f}, of states {errors[1]:.4f} {'' if good else 'WRONG'}", flush=True
+        )
+        one, part = len(slot_ids) - 1, slice(int(bounds[-2]), int(bounds[-1]))
+        alone, length = copy.deepcopy(start), part.stop - part.start
+        own = [rows[part] for rows in x]
+        out = kernels.gated_delta_prefill(*own, w, alone, ints(one), ints(0, length), kv_lens[-1:].clone())
+        same = torch.equal(out, got[part]) and torch.equal(alone.recurrent[one], mine.recurrent[one])
+        print(f"  the last sequence alone: {'the same bits' if same else 'OTHER BITS'}")
+    x, whole, parts = inputs(1000), copy.deepcopy(start), copy.deepcopy(start)
+    got, pieces = kernels.gated_delta_prefill(*x, w, whole, *batch([1000])), []
+    for first, last in ((0, 64), (64, 448), (448, 1000)):
+        own = [rows[first:last] for rows in x]
+        pieces.append(kernels.gated_delta_prefill(*own, w, parts, *batch([last - first], [first])))
+    same = torch.equal(torch.cat(pieces), got) and torch.equal(whole.recurrent, parts.recurrent)
+    print(f"cut at 64 and 448: {'the same bits' if same else 'OTHER BITS'}", flush=True)
+    before, others = gated_delta.SCAN_FEW, []
+    for scan in SCANS:
+        gated_delta.SCAN_FEW, again = scan, copy.deepcopy(start)
+        out = kernels.gated_delta_prefill(*x, w, again, *batch([1000]))
+        if not (torch.equal(out, got) and torch.equal(again.recurrent, whole.recurrent)):
+            others.append(scan)
+    gated_delta.SCAN_FEW = before
+    print(f"scans of other sizes: {f'OTHER BITS with {others}' if others else 'the same bits'}", flush=True)
+
+
+def floors(tokens: int, sequences: int, bandwidth: float) -> list[float]:
+    """Microseconds, in the order of KERNELS."""
+    tiles, out, states = 2 * HEADS * 64, HEADS * DIM, 2 * sequences * HEADS * DIM * DIM * 4
+    numbers = (2 * CHANNELS, 2 * KEY_HEADS * DIM + tiles, CHANNELS + tiles + out, 3 * out)
+    return [(tokens * 2 * n + (states if i == 2 else 0)) / bandwidth * 1e6 for i, n in enumerate(numbers)]
+
+
+def table(w: GatedDeltaWeights, chosen: list[Variant], lengths: list[int], bandwidth: float) -> None:
+    """Microseconds of every kernel with every variant."""
+    x, where, s = inputs(sum(lengths)), batch(lengths), state()
+    before, ready, outputs = (gated_delta.SCAN_FEW, gated_delta.SCAN_MANY), [], []
+    print(f"{len(lengths)} x {lengths[0]}")
+    whole = time_graph([partial(kernels.gated_delta_prefill, *x, w, s, *where)], 5)
+    for variant in chosen:
+        use(variant)
+        try:
+            s.recurrent.zero_()
+            s.conv.zero_()
+            outputs.append(kernels.gated_delta_prefill(*x, w, s, *where))
+            torch.cuda.synchronize()
+            ready.append(variant)
+        except Exception as failure:
+            print(f"  no {variant}: {str(failure).splitlines()[0][:80]}", flush=True)
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for variant in ready:
+            use(variant)
+            for _ in range(REPEATS):
+                kernels.gated_delta_prefill(*x, w, s, *where)
+        torch.cuda.synchronize()
+    events = sorted(recorded.events() or (), key=lambda event: event.time_range.start)
+    times = {k: [event.device_time for event in events if event.name == k] for k in KERNELS}
+    print(
+        f"  {'conv (runs, run, warps)':>26} {'chunk (base, warps)':>26} {'scan (columns, warps, stages)':>32} {'norm':>6}"
+    )
+    for i, (conv, solve, scan) in enumerate(ready):
+        best = [min(times[k][i * REPEATS + 1 : (i + 1) * REPEATS], default=float("nan")) for k in KERNELS]
+        labels = f"{conv.runs},{conv.run},{conv.warps}", f"{solve.base},{solve.warps}"
+        state_label = f"{scan.columns},{scan.warps},{scan.stages}"
+        same = (
+            ""
+            if torch.equal(outputs[i], outputs[0])
+            else f"  differs from the first: {error(outputs[i], outputs[0]):.4f}"
+        )
+        print(
+            f"  {labels[0]:>18} {best[0]:7.1f} {labels[1]:>18} {best[1]:7.1f} {state_label:>24} {best[2]:7.1f} "
+            f"{best[3]:6.1f}{same}"
+        )
+    conv, chunk, scan_, norm = floors(sum(lengths), len(lengths), bandwidth)
+    print(f"  {'floor':>18} {conv:7.1f} {'':18} {chunk:7.1f} {'':24} {scan_:7.1f} {norm:6.1f}")
+    print(f"  all, with the sizes in use: {whole:.0f} us", flush=True)
+    use(chosen[0])
+    gated_delta.SCAN_FEW, gated_delta.SCAN_MANY = before
+
+
+def prefill(workers: int) -> None:
+    begin, chosen = time.perf_counter(), variants()
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for failure in filter(None, pool.map(compile_in_worker, chosen)):
+            print(failure, flush=True)
+    print(f"-- compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    w = weights()
+    check(w)
+    bandwidth = copy_bandwidth()
+    for lengths in ([8192], [1024] * 16):
+        table(w, chosen, lengths, bandwidth)
+    print(f"-- {time.perf_counter() - begin:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--workers", type=int, default=8, help="processes that compile ahead")
+    args = parser.parse_args()
+    if args.prefill:
+        prefill(args.workers)
+    else:
+        steps()
 
 
 if __name__ == "__main__":

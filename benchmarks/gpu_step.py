@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_families import by_early_launch, decode_families, prefill_families
+from gpu_families import by_early_launch, decode_families, prefill_families, without
 from gpu_report import Report
 from pocketllm.cli.bench_run import (
     bytes_per_step,
@@ -176,6 +176,13 @@ def same_bits(report: Report, engine: Engine) -> None:
             return engine.runner._forward(layout.batch(block.to(engine.device))).clone()
 
     batch = run(SLOTS, slice(0, SLOTS), eager=False)
+    with without({"bridge": lambda *_: None}):
+        steps = run(SLOTS, slice(0, SLOTS), eager=True)
+    off = {"logits off by": float((batch - steps).norm() / steps.norm())}
+    report.fact(
+        "over bridges and step by step",
+        off | {"same tokens": float((batch.argmax(-1) == steps.argmax(-1)).float().mean())},
+    )
     report.fact("logits finite", bool(batch.isfinite().all()))
     report.fact("graph = eager", torch.equal(batch, run(SLOTS, slice(0, SLOTS), eager=True)))
     for first, last in ((3, 4), (2, 5), (8, 16), (20, 53)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ pytest.importorskip("triton")
 
 from pocketllm.kernels.reference import gated_delta as reference
 from pocketllm.kernels.triton import gated_delta
-from pocketllm.kernels.types import GatedDeltaWeights, LayerState
+from pocketllm.kernels.types import Bridge, GatedDeltaWeights, LayerState, LinearWeight, Paired
+from pocketllm.weights.formats import FORMATS
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -203,3 +205,113 @@ def test_more_tokens_than_the_journal_holds_are_refused() -> None:
     layer = make_layer(SMALL)
     with pytest.raises(ValueError, match="at most 5"):
         gated_delta.gated_delta_verify(*layer.inputs(6), layer.weights, layer.state, ints(0), 6)
+
+
+@pytest.mark.skipif(not GPU, reason="the interpreter's products depend on how many rows they have")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_how_the_scan_shares_out_columns_changes_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It depends on how many sequences there are, so a row's result must not depend on it."""
+    layer = make_layer((1, 2, 128, 128), dtype)
+    inputs, results = layer.inputs(150), []
+    for few in (0, 132):
+        monkeypatch.setattr(gated_delta, "FEW", few)
+        state = layer.copy()
+        results.append((prefill(layer, state, inputs, 2, 0, 150), state.recurrent[2]))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_short_and_empty_sequences_in_a_batch() -> None:
+    """Shorter than the convolution's taps, empty, and longer than a program's tokens: each as the reference has it."""
+    layer = make_layer(SMALL)
+    inputs, mine, wanted_state = layer.inputs(204), layer.copy(), layer.copy()
+    arguments = (ints(0, 3, 2), ints(0, 2, 2, 204), ints(66, 64, 202))
+    got = gated_delta.gated_delta_prefill(*inputs, layer.weights, mine, *arguments)
+    wanted = got.clone()
+    for seq, (start, end) in ((0, (0, 2)), (2, (2, 204))):
+        part, slot, kv_len = [x[start:end] for x in inputs], arguments[0][seq : seq + 1], arguments[2][seq : seq + 1]
+        bounds = ints(0, end - start)
+        wanted[start:end] = reference.gated_delta_prefill(*part, layer.weights, wanted_state, slot, bounds, kv_len)
+    torch.testing.assert_close(got, wanted, atol=1e-3, rtol=2e-3)
+    torch.testing.assert_close(mine.recurrent, wanted_state.recurrent, atol=2e-5, rtol=1e-3, equal_nan=True)
+    assert torch.equal(mine.conv.nan_to_num(9), wanted_state.conv.nan_to_num(9))
+
+
+@pytest.mark.parametrize("name", ["gated_delta_decode", "gated_delta_verify"])
+def test_gates_may_come_as_summands(name: str) -> None:
+    """In parts of wider rows, as a product that is split over K leaves them; the rest is in 16 bits."""
+    layer = make_layer(SMALL, torch.bfloat16)
+    arguments = (ints(2, 0),) if name == "gated_delta_decode" else (ints(3), 2)
+    qkv, z, _, _ = layer.inputs(2)
+    heads = layer.weights.num_value_heads
+    parts = torch.randn(2, 2, 2 * heads + 1, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    b, a = parts[:, :, :heads], parts[:, :, heads : 2 * heads]
+    results = []
+    for module, gates in ((gated_delta, (b, a)), (gated_delta, (b[0] + b[1], a[0] + a[1])), (reference, (b, a))):
+        results.append(getattr(module, name)(qkv, z, *gates, layer.weights, layer.copy(), *arguments).float())
+    assert torch.equal(results[0], results[1])
+    assert (results[0] - results[2]).norm() < 0.02 * results[2].norm()
+
+
+def bridge(columns: int) -> Bridge:
+    """A reader that takes pairs of so many columns."""
+    fmt, norm = FORMATS["fp8_block"], torch.ones(64, device=DEVICE)
+    tensors = tuple(torch.zeros(spec.shape, dtype=spec.dtype, device=DEVICE) for spec in fmt.specs(64, columns))
+    out = LinearWeight(fmt, (64, columns), tensors)
+    return Bridge(out, norm, out, out, None, (), 1e-6)
+
+
+def unpaired(x: Paired) -> Tensor:
+    """scale (high + low / 16), [M, K] float32."""
+    values = x.codes.float() * x.scales.T.repeat_interleave(128, dim=1)
+    half = len(values) // 2
+    return (values[:half] + values[half:])[: len(x)]
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_pairs_for_a_bridge(q_len: int) -> None:
+    """Decode (q_len 1) and verify: what the tensor would hold in 32 bits, but for 8 bits and a sign; the same states."""
+    layer = make_layer((1, 2, 16, 128), torch.bfloat16)
+    qkv, z, b, a = layer.inputs(2 * q_len)
+    results: list[Any] = []
+    states = []
+    for gate, readers in ((z.float(), ()), (z, bridge(256))):
+        state = layer.copy()
+        arguments = (qkv, gate, b, a, layer.weights, state, ints(2, 0))
+        if q_len == 1:
+            results.append(gated_delta.gated_delta_decode(*arguments, readers=readers))
+        else:
+            results.append(gated_delta.gated_delta_verify(*arguments, q_len, readers=readers))
+        states.append(state)
+    plain, paired = results
+    assert isinstance(paired, Paired)
+    assert paired.dtype == torch.bfloat16
+    assert paired.shape == plain.shape
+    assert paired.codes.shape == (16, 256)
+    largest = plain.view(-1, 2, 128).abs().amax(dim=2).repeat_interleave(128, dim=1)
+    assert ((unpaired(paired) - plain).abs() <= 1.01 * 2**-9 * plain.abs() + 2**-20 * largest).all()
+    assert torch.equal(paired.scales[:, 8 : 8 + 2 * q_len] * 16, paired.scales[:, : 2 * q_len])
+    assert torch.equal(states[0].recurrent.nan_to_num(9), states[1].recurrent.nan_to_num(9))
+    assert torch.equal(states[0].journal_d.nan_to_num(9), states[1].journal_d.nan_to_num(9))
+
+
+def test_a_row_of_pairs_is_the_same_decoded_and_verified() -> None:
+    layer, readers = make_layer((1, 2, 16, 128), torch.bfloat16), bridge(256)
+    inputs, decoded = layer.inputs(6), layer.copy()
+    verified: Any = gated_delta.gated_delta_verify(*inputs, layer.weights, layer.copy(), ints(0, 2), 3, readers=readers)
+    for j in range(3):
+        rows = [x[[j, 3 + j]] for x in inputs]
+        row: Any = gated_delta.gated_delta_decode(*rows, layer.weights, decoded, ints(0, 2), readers=readers)
+        for half in (0, 8):  # high parts, then low ones
+            got, wanted = row.codes[half : half + 2], verified.codes[[half + j, half + 3 + j]]
+            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(row.scales[:, half : half + 2], verified.scales[:, [half + j, half + 3 + j]])
+
+
+def test_no_pairs_of_heads_that_are_no_group() -> None:
+    layer = make_layer((1, 2, 16, 32), torch.bfloat16)
+    inputs = layer.inputs(1)
+    got = gated_delta.gated_delta_decode(*inputs, layer.weights, layer.copy(), ints(0), readers=bridge(64))
+    wanted = gated_delta.gated_delta_decode(*inputs, layer.weights, layer.copy(), ints(0))
+    assert isinstance(got, Tensor)
+    assert isinstance(wanted, Tensor)
+    assert torch.equal(got, wanted)

@@ -15,6 +15,7 @@ from torch import Tensor
 from pocketllm.kernels.types import (
     Activations,
     AttentionMask,
+    Bridge,
     GatedDeltaWeights,
     LayerKV,
     LayerState,
@@ -23,6 +24,8 @@ from pocketllm.kernels.types import (
     Readers,
 )
 from pocketllm.parallel import Place, Summands
+
+Cross = Callable[[Activations, Tensor], list[Tensor]]  # what `Kernels.bridge` gives
 
 
 class Kernels(Protocol):
@@ -90,6 +93,20 @@ class Kernels(Protocol):
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor, readers: Readers = ()) -> Activations:
         """x [M, K] * sigmoid(gate), gate [M, K], [M, 1], or [M, H, K / H] where heads lie apart."""
+
+    def bridge(self, weights: Bridge, num_rows: int, dtype: object) -> Cross | None:
+        """What takes the result of a mixer to the next one's inputs in one, for so many rows of this type (a torch.dtype).
+        None: go step by step. `cross(x, residual)`, x [M, A] made for the reader `weights`, gives for each of next_in an
+        [M, N]:
+
+            residual += linear(x, out)                          [M, H], in place
+            h = gated_linear(rms_norm(residual, norm), gate_up)
+            residual += linear(h, down)
+            y = linear(rms_norm(residual, next_norm), w)        for w in next_in
+
+        A result may be summands to be added in order, [P, M, N or more] float32. After the last block nothing is added to
+        the residual at the end: the result is the summands [P, M, H] of linear(h, down).
+        """
 
     def moe(
         self,
@@ -163,8 +180,12 @@ class Kernels(Protocol):
         weights: GatedDeltaWeights,
         state: LayerState,
         slot_ids: Tensor,
-    ) -> Tensor:
-        """One token a slot: shapes as in prefill with T = n; updates the state in place."""
+        readers: Readers = (),
+    ) -> Activations:
+        """One token a slot: shapes as in prefill with T = n; updates the state in place.
+
+        b and a may also come as summands [P, T, Hv] float32, to be added in order.
+        """
 
     def gated_delta_verify(
         self,
@@ -176,7 +197,8 @@ class Kernels(Protocol):
         state: LayerState,
         slot_ids: Tensor,
         q_len: int,
-    ) -> Tensor:
+        readers: Readers = (),
+    ) -> Activations:
         """q_len tokens a slot (T = n * q_len), the same arithmetic as q_len decodes; the state stays, the journal is
         written at the slot's row."""
 

@@ -57,10 +57,12 @@ class LinearWeight:
     shape: tuple[int, int]  # (N, K)
     tensors: tuple[Tensor, ...]
     bias: Tensor | None = None  # [N] float32
+    pairs: tuple[Tensor, ...] = ()  # a narrow matrix in 16 bits once more, as `kernels.triton.bridge` reads it
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors) + (self.bias.nbytes if self.bias is not None else 0)
+        more = self.pairs if self.bias is None else (*self.pairs, self.bias)
+        return sum(t.nbytes for t in (*self.tensors, *more))
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +108,22 @@ class Paired:
 
 
 Activations = Tensor | Quantized | Paired  # what `Kernels.linear` takes; layers hand it on
-Readers = Sequence[LinearWeight]  # the weights that a result will be multiplied by
+
+
+@dataclass(frozen=True, eq=False)
+class Bridge:
+    """The weights of all that lies between two mixers of a model: attention, delta rule."""
+
+    out: LinearWeight  # [H, A], of the mixer
+    norm: Tensor  # [H] float32
+    gate_up: LinearWeight  # gate | up [2 I, H]
+    down: LinearWeight  # [H, I]
+    next_norm: Tensor | None  # [H] float32; None: this is the last block
+    next_in: tuple[LinearWeight, ...]  # [N, H] each, of the next mixer
+    eps: float
+
+
+Readers = Sequence[LinearWeight] | Bridge  # the weights that a result will be multiplied by
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,18 @@ head (Qwen3-Next, 3.5 on).
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
-from pocketllm.kernels.types import Activations, AttentionMask, KeyBias, LayerKV
+from pocketllm.kernels.types import Activations, AttentionMask, KeyBias, LayerKV, Readers
 from pocketllm.layers.batch import ForwardBatch
-from pocketllm.layers.linear import Linear, RowParallelLinear
+from pocketllm.layers.linear import Linear, RowParallelLinear, cut
 from pocketllm.layers.norm import RMSNorm
 from pocketllm.layers.rope import RotaryEmbedding
 from pocketllm.models.config import ModelConfig
-from pocketllm.parallel import MIXER, Summands, TensorParallel
+from pocketllm.parallel import MIXER, TensorParallel
 from pocketllm.weights.source import WeightSource
 
 
@@ -48,9 +49,9 @@ class Attention:
         if config.qkv_bias and drop_key_bias and not config.qk_norm:  # a norm after the bias would not let it go
             bias = self._take_key_bias([p.bias for p in parts if p.bias is not None])
             self.key_bias = KeyBias(bias.view(self.num_kv_heads, head_dim), rope.cos, rope.sin)
-        self.qkv_proj = Linear(kernels, parts)
-        self.readers = parts
-        self.o_proj = RowParallelLinear(
+        self.projection = Linear(kernels, parts)
+        self.readers = self.projection.parts
+        self.out_proj = RowParallelLinear(
             tp, kernels, source, "o_proj", config.hidden_size, heads.times(head_dim), place=MIXER, bias=config.o_bias
         )
         self.q_norm = RMSNorm(config, kernels, source, "q_norm", head_dim).weight if config.qk_norm else None
@@ -70,11 +71,13 @@ class Attention:
             start += len(bias)
         return kept
 
-    def __call__(self, x: Activations, batch: ForwardBatch, kv: LayerKV, mask: AttentionMask) -> Summands:
-        """x [T, H] -> [T, H]; appends the tokens' K and V to the cache first, then attends to what is stored."""
-        num_tokens = len(x)
-        qkv = self.qkv_proj(x)
-        q, k, v = torch.split(qkv, [self._q_rows, self._kv_rows, self._kv_rows], dim=-1)
+    def mix(
+        self, inputs: Sequence[Tensor], batch: ForwardBatch, kv: LayerKV, mask: AttentionMask, readers: Readers
+    ) -> Activations:
+        """What lies between the two projections: results of the first, as `Kernels.bridge` may give them too -> [T, Hq D],
+        for `readers`."""
+        q, k, v = cut(inputs, [self._q_rows, self._kv_rows, self._kv_rows])
+        num_tokens = len(q)
         gate: Tensor | None = None
         if self.gated:
             q, gate = q.view(num_tokens, self.num_heads, 2 * self.head_dim).chunk(2, dim=-1)
@@ -91,6 +94,4 @@ class Attention:
             packed = q.view(len(batch.slot_ids), batch.q_len, self.num_heads, self.head_dim)
             out = ops.attend(kv, packed, batch.slot_ids, batch.kv_lens, self.scale, mask)
         out = out.reshape(num_tokens, self.num_heads * self.head_dim)
-        if gate is None:
-            return self.o_proj(out)
-        return self.o_proj(ops.sigmoid_mul(out, gate, [self.o_proj.weight]))
+        return out if gate is None else ops.sigmoid_mul(out, gate, readers)

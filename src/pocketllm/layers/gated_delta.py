@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
-from pocketllm.kernels.types import Activations, GatedDeltaWeights, LayerState
+from pocketllm.kernels.types import Activations, GatedDeltaWeights, LayerState, Readers
 from pocketllm.layers.batch import ForwardBatch
-from pocketllm.layers.linear import Linear, RowParallelLinear
+from pocketllm.layers.linear import Linear, RowParallelLinear, cut
 from pocketllm.models.config import GatedDeltaConfig, ModelConfig
-from pocketllm.parallel import MIXER, Summands, TensorParallel, blocks
+from pocketllm.parallel import MIXER, TensorParallel, blocks
 from pocketllm.weights.source import WeightSource
 
 
@@ -35,8 +37,8 @@ class GatedDeltaNet:
         else:
             big = source.linear(["in_proj_qkv", "in_proj_z"], [conv, values], hidden)
             small = source.linear(["in_proj_b", "in_proj_a"], [value_heads] * 2, hidden, role="small")
-        self.in_proj = Linear(kernels, [*big, *small])
-        self.readers = self.in_proj.parts
+        self.projection = Linear(kernels, [*big, *small])
+        self.readers = self.projection.parts
         self.out_proj = RowParallelLinear(tp, kernels, source, "out_proj", hidden, values, place=MIXER)
         self.weights = GatedDeltaWeights(
             conv=source.tensor("conv1d.weight", (conv, 1, gdn.conv_kernel)).squeeze(1),
@@ -50,20 +52,21 @@ class GatedDeltaNet:
             value_head_dim=gdn.value_head_dim,
         )
 
-    def __call__(self, x: Activations, batch: ForwardBatch, state: LayerState) -> Summands:
-        """x [T, H] -> [T, H]; moves the slots' state forward (verify: writes the journal instead)."""
+    def mix(self, inputs: Sequence[Tensor], batch: ForwardBatch, state: LayerState, readers: Readers) -> Activations:
+        """What lies between the two projections: results of the first, as `Kernels.bridge` may give them too -> [T, Hv dv],
+        for `readers`."""
         sizes = [self._conv_dim, self._value_dim, self._value_heads, self._value_heads]
-        qkv, z, b, a = self.in_proj.split(x, sizes)
+        qkv, z, b, a = cut(inputs, sizes)
         ops, weights = self._kernels, self.weights
         if batch.kind == "prefill":
-            out = ops.gated_delta_prefill(
+            if b.dim() == 3:  # few tokens: b and a may be summands
+                b, a = b.sum(0), a.sum(0)
+            return ops.gated_delta_prefill(
                 qkv, z, b, a, weights, state, batch.slot_ids, batch.cu_seqlens_q, batch.kv_lens
             )
-        elif batch.kind == "decode":
-            out = ops.gated_delta_decode(qkv, z, b, a, weights, state, batch.slot_ids)
-        else:
-            out = ops.gated_delta_verify(qkv, z, b, a, weights, state, batch.slot_ids, batch.q_len)
-        return self.out_proj(out)
+        if batch.kind == "decode":
+            return ops.gated_delta_decode(qkv, z, b, a, weights, state, batch.slot_ids, readers)
+        return ops.gated_delta_verify(qkv, z, b, a, weights, state, batch.slot_ids, batch.q_len, readers)
 
 
 def _split_qkvz(gdn: GatedDeltaConfig, key_heads: int) -> Tensor:

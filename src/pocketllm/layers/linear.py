@@ -26,28 +26,33 @@ class Linear:
 
     def __call__(self, x: Activations) -> Tensor:
         """x [M, K] -> [M, N]."""
-        outputs = [self._kernels.linear(x, part) for part in self.parts]
+        outputs = self.outputs(x)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-    def split(self, x: Activations, sizes: Sequence[int]) -> list[Tensor]:
-        """The columns of y in pieces of these sizes; nothing is copied unless a piece lies in two matrices."""
-        pieces: list[Tensor] = []
-        outputs = [self._kernels.linear(x, part) for part in self.parts]
-        for size in sizes:
-            taken = [outputs.pop(0)]
-            while (width := sum(t.shape[1] for t in taken)) < size:
-                taken.append(outputs.pop(0))
-            whole = taken[0] if len(taken) == 1 else torch.cat(taken, dim=-1)
-            pieces.append(whole[:, :size])
-            if width > size:
-                outputs.insert(0, whole[:, size:])
-        return pieces
+    def outputs(self, x: Activations) -> list[Tensor]:
+        """x [M, K] -> [M, N of each part]."""
+        return [self._kernels.linear(x, part) for part in self.parts]
 
     def gated(self, x: Activations, readers: Readers = ()) -> Activations:
         """For a stack gate | up: x [M, K] -> silu(gate) * up, [M, N / 2]."""
         if len(self.parts) == 1:
             return self._kernels.gated_linear(x, self.parts[0], readers)
         return self._kernels.silu_mul(self(x), readers)
+
+
+def cut(outputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """The columns of outputs [.., M, N] side by side, in pieces of these sizes; nothing is copied unless a piece lies in
+    two of them. Columns past the last piece are left out."""
+    left, pieces = list(outputs), []
+    for size in sizes:
+        taken = [left.pop(0)]
+        while (width := sum(t.shape[-1] for t in taken)) < size:
+            taken.append(left.pop(0))
+        whole = taken[0] if len(taken) == 1 else torch.cat(taken, dim=-1)
+        pieces.append(whole[..., :size])
+        if width > size:
+            left.insert(0, whole[..., size:])
+    return pieces
 
 
 class RowParallelLinear:

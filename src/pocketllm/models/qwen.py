@@ -5,6 +5,7 @@ One implementation serves Qwen2, 2.5, 3, 3-MoE, 3-Next, 3.5, 3.6, 3.8 and the Ll
 
 from __future__ import annotations
 
+import itertools
 from typing import cast
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from pocketllm.cache.kv import KVCache
 from pocketllm.cache.state import StateCache
-from pocketllm.kernels.protocol import Kernels
-from pocketllm.kernels.types import Activations, AttentionMask, KeyBias
+from pocketllm.kernels.protocol import Cross, Kernels
+from pocketllm.kernels.types import Activations, AttentionMask, Bridge, KeyBias, Readers
 from pocketllm.layers.attention import Attention
 from pocketllm.layers.batch import ForwardBatch
 from pocketllm.layers.embedding import Vocabulary
@@ -55,6 +56,21 @@ class Block:
             if config.is_sparse(index)
             else MLP(config, tp, kernels, mlp, config.intermediate_size)
         )
+        self.bridge: Bridge | None = None
+
+    def lead_to(self, block: Block | None) -> None:
+        """Says which block comes next (None: this is the last), once both are there."""
+        inner = self.feed_forward
+        if isinstance(inner, MLP) and len(inner.gate_up.parts) == 1:
+            self.bridge = Bridge(
+                self.mixer.out_proj.weight,
+                self.post_norm.weight,
+                inner.gate_up.parts[0],
+                inner.down.weight,
+                None if block is None else block.input_norm.weight,
+                () if block is None else tuple(block.mixer.projection.parts),
+                self.post_norm.eps,
+            )
 
 
 class QwenModel:
@@ -90,6 +106,9 @@ class QwenModel:
             )
             for i in range(config.num_layers)
         ]
+        if tp.size == 1:  # else ranks must be added up between the products
+            for block, following in itertools.zip_longest(self.blocks, self.blocks[1:]):
+                block.lead_to(following)
         self.norm = RMSNorm(config, kernels, source, "model.norm", config.hidden_size)
         source.finish()
 
@@ -97,19 +116,37 @@ class QwenModel:
         """Per attention layer, what `KVCache` needs to give K its bias back."""
         return [block.mixer.key_bias for block in self.blocks if isinstance(block.mixer, Attention)]
 
+    def _way_on(self, block: Block, residual: Tensor) -> tuple[Readers, Cross | None]:
+        """Who reads what the block's mixer gives, and what takes it to the next mixer in one, if anything does."""
+        if block.bridge is not None:
+            cross = self._kernels.bridge(block.bridge, len(residual), residual.dtype)
+            if cross is not None:
+                return block.bridge, cross
+        return [block.mixer.out_proj.weight], None
+
     def __call__(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> Tensor:
         """Runs one pass; returns the logits of `batch.logits_rows`, [m, V] float32."""
         residual = self.vocabulary.embed(batch.token_ids)  # [T, H]: the running sum of all blocks
         kv_layers, state_layers = iter(kv.layers), iter(state.layers)
         out: Summands | None = None  # of the block before
+        inputs: list[Tensor] | None = None  # of the mixer, if the block before has made them
         for block in self.blocks:
-            x: Activations
-            x = block.input_norm(residual) if out is None else block.input_norm.add(out, residual, block.mixer.readers)
-            if isinstance(block.mixer, Attention):
-                out = block.mixer(x, batch, next(kv_layers), self._mask)
+            mixer = block.mixer
+            if inputs is None:
+                x: Activations
+                x = block.input_norm(residual) if out is None else block.input_norm.add(out, residual, mixer.readers)
+                inputs = mixer.projection.outputs(x)
+            readers, cross = self._way_on(block, residual)
+            if isinstance(mixer, Attention):
+                mixed = mixer.mix(inputs, batch, next(kv_layers), self._mask, readers)
             else:
-                out = block.mixer(x, batch, next(state_layers))
-            out = block.feed_forward(block.post_norm.add(out, residual, block.feed_forward.readers))
+                mixed = mixer.mix(inputs, batch, next(state_layers), readers)
+            if cross is not None:
+                inputs = cross(mixed, residual)
+                out = Summands(inputs[0])  # of the last block, if this is it
+            else:
+                inputs, out = None, mixer.out_proj(mixed)
+                out = block.feed_forward(block.post_norm.add(out, residual, block.feed_forward.readers))
         out = cast(Summands, out)
         if batch.logits_rows is not None:
             out = Summands.of(self._kernels.add_up(out, residual.dtype)[batch.logits_rows])

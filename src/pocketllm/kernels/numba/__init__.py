@@ -20,7 +20,7 @@ from pocketllm.kernels.numba.rowwise import add_rms_norm, norm_rope, rms_norm, s
 from pocketllm.kernels.numba.simd import Target
 from pocketllm.kernels.numba.threads import pool
 from pocketllm.kernels.numba.threads import set_num_threads as set_pool_threads
-from pocketllm.kernels.reference import add_up
+from pocketllm.kernels.reference import add_up, bridge
 from pocketllm.kernels.types import LinearWeight, Readers
 from pocketllm.parallel import Place, Summands
 
@@ -72,6 +72,7 @@ __all__ = [
     "append",
     "attend",
     "attention_workspace",
+    "bridge",
     "capture",
     "captures",
     "dequantize",

@@ -8,7 +8,8 @@ from torch import Tensor
 from pocketllm.kernels.numba.gated_delta_kernels import BLOCK, commit_kernel, sequences_kernel
 from pocketllm.kernels.numba.launch import launch
 from pocketllm.kernels.numba.threads import pool_handle
-from pocketllm.kernels.types import GatedDeltaWeights, LayerState
+from pocketllm.kernels.reference.gated_delta import whole
+from pocketllm.kernels.types import GatedDeltaWeights, LayerState, Readers
 
 
 def gated_delta_prefill(
@@ -27,7 +28,14 @@ def gated_delta_prefill(
 
 
 def gated_delta_decode(
-    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, state: LayerState, slot_ids: Tensor
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
+    state: LayerState,
+    slot_ids: Tensor,
+    readers: Readers = (),
 ) -> Tensor:
     return _run(qkv, z, b, a, weights, state, slot_ids, None, 1, False)
 
@@ -41,6 +49,7 @@ def gated_delta_verify(
     state: LayerState,
     slot_ids: Tensor,
     q_len: int,
+    readers: Readers = (),
 ) -> Tensor:
     longest = min(BLOCK, state.journal_x.shape[1])
     if q_len > longest:
@@ -98,7 +107,7 @@ def _run(
     shape = (w.num_key_heads, w.num_value_heads, w.key_head_dim, w.value_head_dim)
     if w.key_head_dim % 16 or w.value_head_dim % 16:
         raise ValueError(f"head dims {w.key_head_dim}, {w.value_head_dim}: the Numba kernels need multiples of 16")
-    rows = [_rows(x) for x in (qkv, z, b, a)]
+    rows = [_rows(x) for x in (qkv, z, whole(b), whole(a))]
     inputs = tuple(number for x in rows for number in (x.data_ptr(), x.stride(0) * 4))
     slot_ids = slot_ids.to(torch.int32).contiguous()
     out = torch.empty(z.shape, dtype=torch.float32)

@@ -13,6 +13,7 @@ from pocketllm.kernels.reference.gated_delta import (
     gated_delta_verify,
 )
 from pocketllm.kernels.reference.linear import (
+    bridge,
     embedding,
     gated_linear,
     linear,
@@ -46,6 +47,7 @@ __all__ = [
     "append",
     "attend",
     "attention_workspace",
+    "bridge",
     "capture",
     "captures",
     "dequantize",

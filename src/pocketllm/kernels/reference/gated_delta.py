@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pocketllm.kernels.reference.rowwise import sigmoid
-from pocketllm.kernels.types import GatedDeltaWeights, LayerState
+from pocketllm.kernels.types import GatedDeltaWeights, LayerState, Readers
 
 CHUNK = 64  # tokens per chunk; chunks end on multiples of this from the start of the sequence
 
@@ -52,13 +52,20 @@ def gated_delta_prefill(
 
 
 def gated_delta_decode(
-    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, state: LayerState, slot_ids: Tensor
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
+    state: LayerState,
+    slot_ids: Tensor,
+    readers: Readers = (),
 ) -> Tensor:
     slots = slot_ids.long()
     window = torch.cat((state.conv[slots].transpose(1, 2), qkv.float().unsqueeze(1)), dim=1)  # [n, W, C]
     state.conv[slots] = window[:, 1:].transpose(1, 2).to(state.conv.dtype)
     q, k, v = _split_heads(_conv(window, weights)[:, 0], weights)
-    g, beta = _gates(a, b, weights)
+    g, beta = _gates(whole(a), whole(b), weights)
     decayed, d, o = _delta_step(state.recurrent[slots], q, k, v, _exp(g), beta)
     state.recurrent[slots] = decayed + k.unsqueeze(-1) * d.unsqueeze(-2)
     return _gated_norm(o, z, weights)
@@ -73,12 +80,13 @@ def gated_delta_verify(
     state: LayerState,
     slot_ids: Tensor,
     q_len: int,
+    readers: Readers = (),
 ) -> Tensor:
     slots = slot_ids.long()
     x = qkv.float().view(-1, q_len, qkv.shape[-1])  # [n, Q, C]
     window = torch.cat((state.conv[slots].transpose(1, 2), x), dim=1)  # [n, W - 1 + Q, C]
     q, k, v = _split_heads(_conv(window, weights), weights)  # [n, Q, H, d]
-    g, beta = (t.view(-1, q_len, t.shape[-1]) for t in _gates(a, b, weights))
+    g, beta = (t.view(-1, q_len, t.shape[-1]) for t in _gates(whole(a), whole(b), weights))
     recurrent, outputs = state.recurrent[slots], []
     state.journal_x[slots, :q_len] = x.to(state.journal_x.dtype)
     state.journal_k[slots, :q_len] = k[:, :, :: k.shape[2] // weights.num_key_heads]
@@ -161,6 +169,11 @@ def _gates(a: Tensor, b: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Te
     """a, b [T, Hv] -> log decay g <= 0 and write strength beta in (0, 1), float32 (see `sigmoid` for the float64)."""
     g = -weights.a_log.double().exp() * F.softplus(a.double() + weights.dt_bias)
     return g.float(), sigmoid(b)
+
+
+def whole(x: Tensor) -> Tensor:
+    """[T, Hv], or summands [P, T, Hv] that are added in order -> [T, Hv]."""
+    return x if x.dim() == 2 else sum(x[1:], x[0])
 
 
 def _exp(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pocketllm.kernels.reference.rowwise import silu_mul
-from pocketllm.kernels.types import LinearWeight, Readers
+from pocketllm.kernels.types import Bridge, LinearWeight, Readers
 from pocketllm.parallel import SMALL_BATCH, Place, Summands
 
 
@@ -52,6 +52,10 @@ def _product(x: Tensor, matrix: Tensor) -> Tensor:
 
 def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
     return weight.format.decode_rows(weight.tensors, token_ids).to(cast(torch.dtype, dtype))
+
+
+def bridge(weights: Bridge, num_rows: int, dtype: object) -> None:
+    """Step by step is as good on this backend."""
 
 
 def moe(

@@ -2,6 +2,7 @@
 
 from pocketllm.kernels.reference import set_num_threads
 from pocketllm.kernels.triton.attention import append, attend, attention_workspace, dequantize
+from pocketllm.kernels.triton.bridge import bridge
 from pocketllm.kernels.triton.capture import capture, captures, warm_up
 from pocketllm.kernels.triton.gated_delta import (
     gated_delta_commit,
@@ -24,6 +25,7 @@ __all__ = [
     "append",
     "attend",
     "attention_workspace",
+    "bridge",
     "capture",
     "captures",
     "dequantize",

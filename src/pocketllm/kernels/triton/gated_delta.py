@@ -20,9 +20,9 @@ from pocketllm.kernels.triton.gated_delta_chunks import (
 )
 from pocketllm.kernels.triton.gated_delta_kernels import commit_kernel, conv_step_kernel, delta_step_kernel
 from pocketllm.kernels.triton.linear_tuning import linear_table
-from pocketllm.kernels.types import GatedDeltaWeights, LayerState
+from pocketllm.kernels.triton.pairs import GROUP, room_for_pairs, takes_pairs
+from pocketllm.kernels.types import Activations, GatedDeltaWeights, LayerState, Readers
 
-CONV_TOKENS = 16  # of one program of the convolution (64 took longer on an H200)
 NORM_ROWS = 16  # heads of tokens of one program of prefill's norm
 
 
@@ -35,8 +35,33 @@ class StateConfig:
     stages: int = 1
 
 
-STEP = StateConfig(64, 4)
-SCAN = StateConfig(64, 4, 2)
+@dataclass(frozen=True)
+class ConvConfig:
+    """What a program of prefill's convolution takes: `runs` runs of `run` tokens of one head, with `warps` warps."""
+
+    runs: int
+    run: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class ChunkConfig:
+    """How a chunk's triangular system is solved: blocks of `base` by substitution, larger ones by products."""
+
+    base: int
+    warps: int
+
+
+# Of a program that moves one head's state on token by token: warps, and registers a thread may have (None: as many as are
+# there). With these, two programs share a multiprocessor, and one loads its state while the other computes.
+STEP: tuple[int, int | None] = (4, None)
+CONV = ConvConfig(8, 8, 4)
+SOLVE = ChunkConfig(4, 4)
+# Of the scan: a few programs are over soonest if they are small, many if each reads more than once what it loads. Columns
+# never meet, so both give the same bits.
+SCAN_FEW = StateConfig(64, 4, 3)
+SCAN_MANY = StateConfig(128, 8, 3)
+FEW = 132  # programs: one to each multiprocessor of an H200
 # Columns of a chunk's tiles, at least. With heads of 16 in bfloat16 (no real model's) `chunk_kernel` touched memory it must
 # not on an H200 (Triton 3.6); heads of 128 did not.
 NARROWEST = 64
@@ -58,39 +83,48 @@ def gated_delta_prefill(
     key_heads, heads, dk, dv = w.num_key_heads, w.num_value_heads, w.key_head_dim, w.value_head_dim
     dkp, dvp, padded = max(_padded(dk), NARROWEST), max(_padded(dv), NARROWEST), _padded(num_seqs)
     exact = qkv.dtype == torch.float32
-    precision = "tf32x3" if exact else "tf32"  # of float32 products; of 16-bit activations only the inverse has any
+    precision = "tf32x3" if exact else "tf32"  # of float32 products; 16-bit activations have none
 
     def scratch(*shape: int, dtype: torch.dtype = qkv.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=qkv.device)
 
     mixed, out = scratch(num_tokens, channels), scratch(num_tokens, heads * dv, dtype=z.dtype)
-    keys, values = scratch(num_tokens, heads, dk), scratch(num_tokens, heads, dv)
-    scores, decays = scratch(num_tokens, heads, CHUNK), scratch(num_tokens, heads, dtype=torch.float32)
-    blocks = triton.cdiv(num_tokens, CONV_TOKENS) + num_seqs
-    conv_kernel[(blocks, 2 * key_heads + heads)](
+    solves, scores = scratch(heads, num_tokens, CHUNK), scratch(heads, num_tokens, CHUNK)
+    decays = scratch(heads, num_tokens, dtype=torch.float32)
+    blocks = triton.cdiv(num_tokens, CONV.runs * CONV.run) + num_seqs
+    conv_kernel[(2 * key_heads + heads, blocks)](
         qkv, qkv.stride(0), w.conv, state.conv, slot_ids, cu_seqlens_q, num_seqs, mixed, HK=key_heads, DK=dk, DV=dv,
-        C=channels, TAPS=w.conv.shape[1], DP=max(dkp, dvp), BLOCK=CONV_TOKENS, NP=padded, num_warps=4,
+        C=channels, TAPS=w.conv.shape[1], DP=max(dkp, dvp), RUNS=CONV.runs, RUN=CONV.run, NP=padded,
+        num_warps=CONV.warps,
     )  # fmt: skip
     chunks = triton.cdiv(num_tokens, CHUNK) + 2 * num_seqs  # a sequence may begin and end amid one
-    chunk_kernel[(chunks, heads)](
-        mixed, b, b.stride(0), a, a.stride(0), w.a_log, w.dt_bias, cu_seqlens_q, kv_lens, num_seqs,
-        keys, values, scores, decays, HK=key_heads, HV=heads, DK=dk, DV=dv, C=channels, DKP=dkp, DVP=dvp, CHUNK=CHUNK,
-        NP=padded, PRECISION=precision, num_warps=4,
+    chunk_kernel[(heads, chunks)](
+        mixed, b, b.stride(0), a, a.stride(0), w.a_log, w.dt_bias, cu_seqlens_q, kv_lens, num_seqs, num_tokens,
+        solves, scores, decays, HK=key_heads, HV=heads, DK=dk, C=channels, DKP=dkp, CHUNK=CHUNK, BASE=SOLVE.base,
+        NP=padded, PRECISION=precision, num_warps=SOLVE.warps,
     )  # fmt: skip
-    columns = min(SCAN.columns, dvp)
-    scan_kernel[(num_seqs, heads, triton.cdiv(dv, columns))](
-        mixed, keys, values, scores, decays, state.recurrent, slot_ids, cu_seqlens_q, kv_lens, out, HK=key_heads,
+    scan = SCAN_FEW if triton.cdiv(dv, SCAN_FEW.columns) * heads * num_seqs <= FEW else SCAN_MANY
+    columns = min(scan.columns, dvp)
+    scan_kernel[(triton.cdiv(dv, columns), heads, num_seqs)](
+        mixed, solves, scores, decays, state.recurrent, slot_ids, cu_seqlens_q, kv_lens, num_tokens, out, HK=key_heads,
         HV=heads, DK=dk, DV=dv, C=channels, DKP=dkp, BLOCK_V=columns, CHUNK=CHUNK, PRECISION=precision,
-        num_warps=SCAN.warps, num_stages=1 if exact else SCAN.stages,
+        num_warps=scan.warps, num_stages=1 if exact else scan.stages,
     )  # fmt: skip
     _gated_norm(out, z, w, out, rows=NORM_ROWS, warps=4)
     return out
 
 
 def gated_delta_decode(
-    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, state: LayerState, slot_ids: Tensor
-) -> Tensor:
-    return _steps(qkv, z, b, a, weights, state, slot_ids, 1, verify=False)
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
+    state: LayerState,
+    slot_ids: Tensor,
+    readers: Readers = (),
+) -> Activations:
+    return _steps(qkv, z, b, a, weights, state, slot_ids, 1, readers, verify=False)
 
 
 def gated_delta_verify(
@@ -102,11 +136,12 @@ def gated_delta_verify(
     state: LayerState,
     slot_ids: Tensor,
     q_len: int,
-) -> Tensor:
+    readers: Readers = (),
+) -> Activations:
     longest = state.journal_x.shape[1]
     if q_len > longest:
         raise ValueError(f"verify of {q_len} tokens a slot: at most {longest}")
-    return _steps(qkv, z, b, a, weights, state, slot_ids, q_len, verify=True)
+    return _steps(qkv, z, b, a, weights, state, slot_ids, q_len, readers, verify=True)
 
 
 def gated_delta_commit(state: LayerState, slot_ids: Tensor, num_tokens: Tensor) -> None:
@@ -129,8 +164,8 @@ def _warps(dk: int, dv: int) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [T, K] with contiguous rows, which may be parts of wider ones."""
-    return x if x.stride(1) == 1 else x.contiguous()
+    """x [.., K] with contiguous rows, which may be parts of wider ones."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _steps(
@@ -142,29 +177,38 @@ def _steps(
     state: LayerState,
     slot_ids: Tensor,
     q_len: int,
+    readers: Readers,
     *,
     verify: bool,
-) -> Tensor:
+) -> Activations:
     w, (num_tokens, channels) = weights, qkv.shape
     qkv, z, b, a = map(_rows, (qkv, z, b, a))
+    if b.dim() == 2:
+        b, a = b[None], a[None]
     key_heads, heads, dk, dv = w.num_key_heads, w.num_value_heads, w.key_head_dim, w.value_head_dim
     journal_len, early = state.journal_x.shape[1], linear_table(qkv.device).early_for(num_tokens)
+    result: Activations
+    scales: Tensor | None
     mixed = torch.empty(num_tokens, channels, dtype=torch.float32, device=qkv.device)
-    raw = torch.empty(num_tokens, heads * dv, dtype=torch.float32, device=z.device)
-    out = torch.empty(num_tokens, heads * dv, dtype=z.dtype, device=z.device)
+    if dv == GROUP and takes_pairs(readers):
+        paired = room_for_pairs(num_tokens, heads * dv, z.dtype, z.device)
+        result, out, scales, padded_rows = paired, paired.codes, paired.scales, len(paired.codes) // 2
+    else:
+        out = torch.empty(num_tokens, heads * dv, dtype=z.dtype, device=z.device)
+        result, scales, padded_rows = out, None, 0
     conv_step_kernel[(num_tokens, 2 * key_heads + heads)](
         qkv, qkv.stride(0), w.conv, state.conv, state.journal_x, state.journal_k, slot_ids, q_len, journal_len,
         int(verify), mixed, HK=key_heads, DK=dk, DV=dv, C=channels, TAPS=w.conv.shape[1],
         DP=_padded(max(dk, dv)), EARLY=early, num_warps=1, launch_pdl=early > 0,
     )  # fmt: skip
-    columns = min(STEP.columns, _padded(dv))
-    delta_step_kernel[(len(slot_ids), heads, triton.cdiv(dv, columns))](
-        mixed, b, b.stride(0), a, a.stride(0), w.a_log, w.dt_bias, state.recurrent, state.journal_d, state.journal_g,
-        slot_ids, q_len, journal_len, int(verify), raw, HK=key_heads, HV=heads, DK=dk, DV=dv, C=channels,
-        DKP=_padded(dk), BLOCK_V=columns, num_warps=STEP.warps, EARLY=early, launch_pdl=early > 0,
+    warps, registers = STEP
+    delta_step_kernel[(len(slot_ids), heads)](
+        mixed, z, z.stride(0), b, b.stride(0), b.stride(1), a, a.stride(0), a.stride(1), w.a_log, w.dt_bias, w.norm,
+        w.eps, state.recurrent, state.journal_d, state.journal_g, slot_ids, q_len, journal_len, int(verify), out, scales,
+        padded_rows, HK=key_heads, HV=heads, DK=dk, DV=dv, C=channels, PARTS=len(b), DKP=_padded(dk), DVP=_padded(dv),
+        WARPS=warps, EARLY=early, num_warps=warps, maxnreg=registers, launch_pdl=early > 0,
     )  # fmt: skip
-    _gated_norm(raw, z, w, out, rows=1, warps=1)  # whatever their number: a verified row is a decoded one
-    return out
+    return result
 
 
 def _gated_norm(raw: Tensor, z: Tensor, w: GatedDeltaWeights, out: Tensor, *, rows: int, warps: int) -> None:

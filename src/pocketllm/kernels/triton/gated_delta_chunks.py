@@ -1,10 +1,12 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment, misc"
+# ruff: noqa: RUF005  (Triton knows no starred tuples)
 """Gated DeltaNet in chunks, for prefill: what needs no state for all chunks at once, then a scan over the states.
 
 Within a chunk of tokens, with G_i the sum of log decays up to token i, what token i writes along its key,
 d_i + beta_i sum_{j<i} exp(G_i - G_j) (k_i . k_j) d_j = beta_i (v_i - exp(G_i) S^T k_i), is a triangular system: with the
-inverse T of its matrix, D = T (beta V) - T (beta exp(G) K) S. `chunk_kernel` computes both factors, and the scores
-exp(G_i - G_j) (q_i . k_j); `scan_kernel` then needs only four matrix products a chunk.
+inverse T of its matrix, D = T beta (V - exp(G) K S). `chunk_kernel` computes T beta, and the scores
+exp(G_i - G_j) (q_i . k_j), both [CHUNK, CHUNK]: half the bytes of T beta V and T beta exp(G) K, which would spare the scan
+one product. `scan_kernel` does the rest.
 
 Chunks end on multiples of CHUNK from the start of the sequence, so where a prompt is cut (there) changes no bit. Products
 are in the type of the activations, sums and states in float32.
@@ -17,11 +19,12 @@ import triton.language as tl
 
 from pocketllm.kernels.triton.gated_delta_kernels import head_channels, head_scale, move_rows, softplus
 from pocketllm.kernels.triton.linear_kernels import wait_for_inputs
-from pocketllm.kernels.triton.numerics import INTERPRETED
+from pocketllm.kernels.triton.numerics import INTERPRETED, inverse
 from pocketllm.kernels.triton.softmax import find_sequence
 
 CHUNK = 64
 _INTERPRETED = tl.constexpr(INTERPRETED)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -29,6 +32,33 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
     if _INTERPRETED:  # it knows no product of bfloat16
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _exp2(x):
+    """2^x; numbers below the normal ones become 0."""
+    if _INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _by_token(at, mask):
+    """The numbers [CHUNK] at these addresses in float32, each loaded by one thread.
+
+    Summed over a second axis of one: else Triton would rather have every thread of a product load all that it needs, and
+    compute what becomes of them, than pass the results on.
+    """
+    return tl.sum(tl.load(at[:, None], mask=mask[:, None], other=0.0).to(tl.float32), axis=1)
+
+
+@triton.jit
+def _columns(d, width, ALL: tl.constexpr):
+    """Which columns of a tile [.., D] are real ones; without a comparison where all are (a mask then costs one a row)."""
+    if ALL:
+        return tl.full([1, 1], True, tl.int1)
+    else:  # noqa: RET505  (Triton: one type of result for each branch)
+        return (d < width)[None, :]
 
 
 @triton.jit
@@ -54,152 +84,182 @@ def chunk_rows(bounds, kv_lens, seq, part, CHUNK: tl.constexpr):
 def conv_kernel(
     x, x_stride, weight, tail, slot_ids, bounds, num_seqs, out,
     HK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, NP: tl.constexpr,
+    RUNS: tl.constexpr, RUN: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of tokens and head of q, k, v: out [T, C] are silu(conv(x)), q and k normalised.
+    """One program per head of q, k, v and block of RUNS * RUN tokens: out [T, C] are silu(conv(x)), q and k normalised.
 
-    A sequence's first program alone reads its tail, and so may move it on.
+    A tile holds one token of every run, so the tokens that the taps share stay in a thread's registers. A sequence's first
+    program alone reads its tail, and so may move it on.
     """
     index = tl.arange(0, NP)
     starts = tl.load(bounds + index, mask=index < num_seqs, other=0)
     lengths = tl.load(bounds + index + 1, mask=index < num_seqs, other=0) - starts
-    seq, part = find_sequence((lengths + BLOCK - 1) // BLOCK, index, tl.program_id(0))
+    seq, part = find_sequence((lengths + RUNS * RUN - 1) // (RUNS * RUN), index, tl.program_id(1))
     if seq < num_seqs:
-        head, start = tl.program_id(1), tl.load(bounds + seq)
+        head, start = tl.program_id(0), tl.load(bounds + seq)
         length, slot = tl.load(bounds + seq + 1) - start, tl.load(slot_ids + seq).to(tl.int64)
         channel, width = head_channels(head, HK, DK, DV)
         d = tl.arange(0, DP)
-        c = channel + d
-        token = part * BLOCK + tl.arange(0, BLOCK)
-        mask = (token < length)[:, None] & (d < width)[None, :]
+        c, inside = channel + d, _columns(d, width, DK == DP and DV == DP)
         old = tail + (slot * C + c) * (TAPS - 1)
-        y = tl.zeros([BLOCK, DP], tl.float32)
+        token = part * RUNS * RUN + tl.arange(0, RUNS) * RUN  # the first of each run
+        row = (start + token).to(tl.int64)[:, None]
+        at = x + row * x_stride + c[None, :]
+        window, taps = (), ()
+        for t in tl.static_range(RUN + TAPS - 1):  # all loads before the first store: they overlap
+            place = (token + (t - (TAPS - 1)))[:, None]
+            seen = (place >= 0) & (place < length) & inside
+            window = window + (tl.load(at + (t - (TAPS - 1)) * x_stride, mask=seen, other=0.0),)
         for t in tl.static_range(TAPS):
-            place = token + t - (TAPS - 1)
-            at = x + (start + place).to(tl.int64)[:, None] * x_stride + c[None, :]
-            new = tl.load(at, mask=mask & (place >= 0)[:, None], other=0.0).to(tl.float32)
-            kept_at = old[None, :] + (place + TAPS - 1)[:, None]
-            kept = tl.load(kept_at, mask=mask & (place < 0)[:, None], other=0.0).to(tl.float32)
-            tap = tl.load(weight + c * TAPS + t, mask=d < width, other=0.0)
-            y += (new + kept) * tap[None, :]  # one of the two is zero
-        y = y * tl.sigmoid(y)
-        y = y * head_scale(tl.sum(y * y, axis=1), head, HK, DK)[:, None]
-        rows = (start + token).to(tl.int64)
-        tl.store(out + rows[:, None] * C + c[None, :], y.to(out.dtype.element_ty), mask=mask)
+            taps = taps + (tl.load(weight + c * TAPS + t, mask=d < width, other=0.0),)
+        if part == 0:  # before the first run's tokens stands the tail
+            for t in tl.static_range(TAPS - 1):
+                kept = tl.load(old + t, mask=d < width, other=0.0).to(x.dtype.element_ty)
+                value = tl.where((token == 0)[:, None], kept[None, :], window[t])
+                window = window[:t] + (value,) + window[t + 1 :]
+        for t in tl.static_range(RUN):
+            y = window[t].to(tl.float32) * taps[0][None, :]
+            for tap in tl.static_range(1, TAPS):
+                y += window[t + tap].to(tl.float32) * taps[tap][None, :]
+            y = y * inverse(1.0 + _exp2(-LOG2_E * y))
+            if head < 2 * HK:
+                y = y * head_scale(tl.sum(y * y, axis=1), head, HK, DK)[:, None]
+            keep = (token + t < length)[:, None] & inside
+            tl.store(out + row * C + c[None, :] + t * C, y.to(out.dtype.element_ty), mask=keep)
         if part == 0:
             move_rows(old, x + start.to(tl.int64) * x_stride + c, x_stride, length, d < width, TAPS)
 
 
 @triton.jit
-def _join_blocks(inverse, lower, SIZE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def _join_blocks(inverse, lower, SIZE: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """From the inverse of the diagonal blocks of SIZE to that of blocks twice as large."""
     block = tl.arange(0, CHUNK) // SIZE
     between = (block % 2 == 1)[:, None] & (block[:, None] == block[None, :] + 1)
-    nothing = tl.zeros([CHUNK, CHUNK], tl.float32)
-    product = _dot(tl.where(between, lower, 0.0), inverse, nothing, PRECISION)
-    return inverse - _dot(inverse, product, nothing, PRECISION)
+    linked, short = tl.where(between, lower, 0.0), inverse
+    if not EXACT:
+        linked, short = linked.to(tl.float16), short.to(tl.float16)
+    product = _dot(linked, short, tl.zeros([CHUNK, CHUNK], tl.float32), PRECISION)
+    return _dot(short, product.to(short.dtype), inverse, PRECISION)
 
 
 @triton.jit
-def unit_lower_inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + lower)^-1 [CHUNK, CHUNK] of a strictly lower triangular matrix.
+def unit_lower_inverse(
+    lower, BASE: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """(I - lower)^-1 [CHUNK, CHUNK] of a matrix that is zero above the diagonal, and taken to be zero on it.
 
-    Blocks of 16 on the diagonal by substitution; then twice the blocks' size at a time: with D the inverse of the diagonal
-    blocks and E the part of `lower` between two neighbours, that of both together is D - D E D.
+    Blocks of BASE on the diagonal by substitution; then twice the blocks' size at a time: with D the inverse of the diagonal
+    blocks and E the part of `lower` between two neighbours, that of both together is D + D E D. If not EXACT, products
+    are of fp16, whose fraction is as long as tf32's: keys have unit length, so no element is much above 1.
     """
-    B: tl.constexpr = 16
-    N: tl.constexpr = CHUNK // B
-    i, n = tl.arange(0, B), tl.arange(0, N)
+    N: tl.constexpr = CHUNK // BASE
+    i, n = tl.arange(0, BASE), tl.arange(0, N)
     same = (n[:, None] == n[None, :])[:, None, :, None]
-    diagonal = tl.sum(tl.where(same, tl.reshape(lower, [N, B, N, B]), 0.0), axis=2)  # [N, B, B]
-    inverse = tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, tl.zeros([N, B, B], tl.float32))
-    for k in range(B - 1):  # row k is done: take it from the rows below
+    diagonal = tl.sum(tl.where(same, tl.reshape(lower, [N, BASE, N, BASE]), 0.0), axis=2)  # [N, BASE, BASE]
+    diagonal = tl.where((i[:, None] > i[None, :])[None, :, :], diagonal, 0.0)
+    inverse = tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, tl.zeros([N, BASE, BASE], tl.float32))
+    for k in range(BASE - 1):  # row k is done: add it to the rows below
         row = tl.sum(tl.where((i == k)[None, :, None], inverse, 0.0), axis=1)
         column = tl.sum(tl.where((i == k)[None, None, :], diagonal, 0.0), axis=2)
-        inverse = inverse - column[:, :, None] * row[:, None, :]
-    whole = tl.reshape(tl.where(same, inverse[:, :, None, :], tl.zeros([N, B, N, B], tl.float32)), [CHUNK, CHUNK])
-    whole = _join_blocks(whole, lower, B, CHUNK, PRECISION)
-    return _join_blocks(whole, lower, 2 * B, CHUNK, PRECISION)
+        inverse += column[:, :, None] * row[:, None, :]
+    inverse = tl.where(same, inverse[:, :, None, :], tl.zeros([N, BASE, N, BASE], tl.float32))
+    whole = tl.reshape(inverse, [CHUNK, CHUNK])
+    for step in tl.static_range(6):
+        if BASE << step < CHUNK:
+            whole = _join_blocks(whole, lower, BASE << step, EXACT, CHUNK, PRECISION)
+    return whole
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def chunk_kernel(
-    qkv, b, b_stride, a, a_stride, a_log, dt_bias, bounds, kv_lens, num_seqs, keys, values, scores, decays,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-    DKP: tl.constexpr, DVP: tl.constexpr, CHUNK: tl.constexpr, NP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    qkv, b, b_stride, a, a_stride, a_log, dt_bias, bounds, kv_lens, num_seqs, num_tokens, solves, scores, decays,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, DKP: tl.constexpr,
+    CHUNK: tl.constexpr, BASE: tl.constexpr, NP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per chunk and value head: T (beta exp(G) K) to keys [T, HV, DK], T (beta V) to values [T, HV, DV], the
-    scores to scores [T, HV, CHUNK] and G to decays [T, HV]."""
+    """One program per value head and chunk: T diag(beta) to solves [HV, T, CHUNK], the scores to
+    scores [HV, T, CHUNK] and G / ln 2 to decays [HV, T]."""
     index = tl.arange(0, NP)
     counts = chunk_counts(bounds, kv_lens, num_seqs, index, CHUNK)
-    seq, part = find_sequence(counts, index, tl.program_id(0))
+    seq, part = find_sequence(counts, index, tl.program_id(1))
     if seq < num_seqs:
-        head = tl.program_id(1)
         first, size = chunk_rows(bounds, kv_lens, seq, part, CHUNK)
-        r, i, j = tl.arange(0, CHUNK), tl.arange(0, DKP), tl.arange(0, DVP)
+        r, i = tl.arange(0, CHUNK), tl.arange(0, DKP)
         rows, real = (first + r).to(tl.int64), r < size
-        key_channel = head // (HV // HK) * DK
-        in_k, in_v = real[:, None] & (i < DK)[None, :], real[:, None] & (j < DV)[None, :]
-        row = qkv + rows * C
-        q = tl.load(row[:, None] + (key_channel + i)[None, :], mask=in_k, other=0.0)
-        k = tl.load(row[:, None] + (HK * DK + key_channel + i)[None, :], mask=in_k, other=0.0)
-        v = tl.load(row[:, None] + (2 * HK * DK + head * DV + j)[None, :], mask=in_v, other=0.0)
-        rate, shift = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
-        g = -rate * softplus(tl.load(a + rows * a_stride + head, mask=real, other=0.0).to(tl.float32) + shift)
-        total = tl.cumsum(tl.where(real, g, 0.0), axis=0)
-        beta = tl.sigmoid(tl.load(b + rows * b_stride + head, mask=real, other=0.0).to(tl.float32))
-        ratio = tl.exp(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
+        in_k = real[:, None] & _columns(i, DK, DK == DKP)
+        head = tl.program_id(0)
+        at = qkv + rows[:, None] * C + (head // (HV // HK) * DK + i)[None, :]
+        q = tl.load(at, mask=in_k, other=0.0)
+        k = tl.load(at + HK * DK, mask=in_k, other=0.0)
         nothing = tl.zeros([CHUNK, CHUNK], tl.float32)
+        rate, shift = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head)
+        g = -rate * LOG2_E * softplus(_by_token(a + rows * a_stride + head, real) + shift)
+        total = tl.cumsum(tl.where(real, g, 0.0), axis=0)
+        beta = tl.sigmoid(_by_token(b + rows * b_stride + head, real))
+        place = head.to(tl.int64) * num_tokens + rows
+        tl.store(decays + place, total, mask=real)
+        tile = place[:, None] * CHUNK + r[None, :]
+        ratio = _exp2(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
         score = _dot(q, tl.trans(k), nothing, PRECISION) * ratio
-        at = rows * HV + head
-        tl.store(scores + at[:, None] * CHUNK + r[None, :], score.to(scores.dtype.element_ty), mask=real[:, None])
-        tl.store(decays + at, total, mask=real)
-        lower = _dot(k, tl.trans(k), nothing, PRECISION) * ratio * beta[:, None]
-        lower = tl.where(r[:, None] > r[None, :], lower, 0.0)
-        inverse = unit_lower_inverse(lower, CHUNK, PRECISION).to(k.dtype)
-        weighted = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(k.dtype)
-        solved = _dot(inverse, weighted, tl.zeros([CHUNK, DKP], tl.float32), PRECISION)
-        tl.store(keys + at[:, None] * DK + i[None, :], solved.to(keys.dtype.element_ty), mask=in_k)
-        weighted = (v.to(tl.float32) * beta[:, None]).to(v.dtype)
-        solved = _dot(inverse, weighted, tl.zeros([CHUNK, DVP], tl.float32), PRECISION)
-        tl.store(values + at[:, None] * DV + j[None, :], solved.to(values.dtype.element_ty), mask=in_v)
+        tl.store(scores + tile, score.to(scores.dtype.element_ty), mask=real[:, None])
+        lower = _dot(k, tl.trans(k), nothing, PRECISION) * ratio * -beta[:, None]
+        solve = unit_lower_inverse(lower, BASE, q.dtype == tl.float32, CHUNK, PRECISION) * beta[None, :]
+        tl.store(solves + tile, solve.to(solves.dtype.element_ty), mask=real[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def scan_kernel(
-    qkv, keys, values, scores, decays, states, slot_ids, bounds, kv_lens, out,
+    qkv, solves, scores, decays, states, slot_ids, bounds, kv_lens, num_tokens, out,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     DKP: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence, value head and BLOCK_V columns of the state: out [T, HV, DV], not normalised yet."""
-    seq, head = tl.program_id(0), tl.program_id(1)
+    """One program per sequence, value head and BLOCK_V columns of the state: out [T, HV, DV], not normalised yet.
+
+    All is transposed, with a column of the state as a row: then each product's left factor is the last one's result, which
+    stays in registers, and only what is loaded goes through shared memory.
+    """
+    seq, head = tl.program_id(2), tl.program_id(1)
     slot = tl.load(slot_ids + seq).to(tl.int64)
-    r, i, j = tl.arange(0, CHUNK), tl.arange(0, DKP), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_state = (i < DK)[:, None] & (j < DV)[None, :]
-    state_at = states + (slot * HV + head) * (DK * DV) + i[:, None] * DV + j[None, :]
-    state = tl.load(state_at, mask=in_state, other=0.0)
-    key_channel = head // (HV // HK) * DK
-    for part in range(tl.sum(chunk_counts(bounds, kv_lens, seq + 1, seq + tl.arange(0, 1), CHUNK), axis=0)):
-        first, size = chunk_rows(bounds, kv_lens, seq, part, CHUNK)
-        rows, real = (first + r).to(tl.int64), r < size
-        in_k, in_v = real[:, None] & (i < DK)[None, :], real[:, None] & (j < DV)[None, :]
-        at = rows * HV + head
-        key = tl.load(keys + at[:, None] * DK + i[None, :], mask=in_k, other=0.0)
-        value = tl.load(values + at[:, None] * DV + j[None, :], mask=in_v, other=0.0)
-        q = tl.load(qkv + rows[:, None] * C + (key_channel + i)[None, :], mask=in_k, other=0.0)
-        k = tl.load(qkv + rows[:, None] * C + (HK * DK + key_channel + i)[None, :], mask=in_k, other=0.0)
-        score = tl.load(scores + at[:, None] * CHUNK + r[None, :], mask=real[:, None], other=0.0)
-        total = tl.load(decays + at, mask=real, other=0.0)
-        last = tl.load(decays + (first + size - 1).to(tl.int64) * HV + head)
-        nothing = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    r, i, j = tl.arange(0, CHUNK), tl.arange(0, DKP), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    state_at = states + (slot * HV + head) * (DK * DV) + i[None, :] * DV + j[:, None]
+    in_state = (i < DK)[None, :] & (j < DV)[:, None]
+    state = tl.load(state_at, mask=in_state, other=0.0)  # [BLOCK_V, DKP]
+    begin, end = tl.load(bounds + seq), tl.load(kv_lens + seq)
+    start = end - (tl.load(bounds + seq + 1) - begin)  # position of the first row's token
+    keys, values = qkv + head // (HV // HK) * DK, qkv + 2 * HK * DK + head * DV
+    in_keys, in_values = r[:, None] * C + i[None, :], r[:, None] * C + j[None, :]
+    in_out, in_tile = r[:, None] * (HV * DV) + j[None, :], r[:, None] * CHUNK + r[None, :]
+    k_inside, v_inside = _columns(i, DK, DK == DKP), _columns(j, DV, DV % BLOCK_V == 0)
+    decays += head.to(tl.int64) * num_tokens + begin - start  # of position 0
+    last = tl.load(decays + tl.minimum((start // CHUNK + 1) * CHUNK, end) - 1, mask=start < end, other=0.0)
+    for position in range(start // CHUNK * CHUNK, end, CHUNK):
+        here, there = tl.maximum(position, start), tl.minimum(position + CHUNK, end)
+        real = r < there - here
+        row = (begin - start + here).to(tl.int64)
+        place = (head.to(tl.int64) * num_tokens + row) * CHUNK
+        k = tl.load(keys + (row * C + HK * DK) + in_keys, mask=real[:, None] & k_inside, other=0.0)
+        q = tl.load(keys + row * C + in_keys, mask=real[:, None] & k_inside, other=0.0)
+        value = tl.load(values + row * C + in_values, mask=real[:, None] & v_inside, other=0.0)
+        solve = tl.load(solves + place + in_tile, mask=real[:, None], other=0.0)
+        score = tl.load(scores + place + in_tile, mask=real[:, None], other=0.0)
+        total = _by_token(decays + here + r, real)
+        # A step ahead, as its latency would be waited for.
+        next_last = tl.load(decays + tl.minimum(there + CHUNK, end) - 1)
+        grown, fade = _exp2(total), _exp2(last - total)
+        nothing = tl.zeros([BLOCK_V, CHUNK], tl.float32)
+        # First a product without the state: until it is done, the state's own product of the last step may go on.
+        written = _dot(tl.trans(value), tl.trans(solve), nothing, PRECISION)
         short = state.to(q.dtype)
-        written = value.to(tl.float32) - _dot(key, short, nothing, PRECISION)
-        o = _dot(q, short, nothing, PRECISION) * tl.exp(total)[:, None]
-        o = _dot(score, written.to(q.dtype), o, PRECISION)
-        tl.store(out + at[:, None] * DV + j[None, :], o.to(out.dtype.element_ty), mask=in_v)
-        kept = (written * tl.exp(last - total)[:, None]).to(q.dtype)
-        state = _dot(tl.trans(k), kept, state * tl.exp(last), PRECISION)
+        known = _dot(short, tl.trans(k), nothing, PRECISION)
+        known = (known * -grown[None, :]).to(q.dtype)
+        o = _dot(short, tl.trans(q), nothing, PRECISION) * grown[None, :]
+        written = _dot(known, tl.trans(solve), written, PRECISION)
+        o = _dot(written.to(q.dtype), tl.trans(score), o, PRECISION)
+        kept = (written * fade[None, :]).to(q.dtype)
+        state = _dot(kept, k, state * _exp2(last), PRECISION)
+        tl.store(
+            out + (row * HV + head) * DV + in_out, tl.trans(o).to(out.dtype.element_ty), mask=real[:, None] & v_inside
+        )
+        last = next_last
     tl.store(state_at, state, mask=in_state)
 
 

@@ -22,37 +22,44 @@ from pocketllm.kernels.triton.linear_fp8 import fp8_product
 from pocketllm.kernels.triton.linear_kernels import embedding_kernel, merge_kernel, product_kernel
 from pocketllm.kernels.triton.linear_pieces import pieces_of, planes_of
 from pocketllm.kernels.triton.linear_tuning import LinearTable, ProductConfig, TileConfig, linear_table, product_config
+from pocketllm.kernels.triton.pairs import weight_pairs
 from pocketllm.kernels.triton.quantize import quantize, takes_codes
 from pocketllm.kernels.triton.rowwise import silu_mul
 from pocketllm.kernels.triton.tuning import multiprocessors
-from pocketllm.kernels.types import Activations, LinearWeight, Quantized, Readers
+from pocketllm.kernels.types import Activations, LinearWeight, Paired, Quantized, Readers
 from pocketllm.parallel import SMALL_BATCH
 
+NARROW = 128  # outputs up to which a weight in 16 bits can be part of a bridge
 BLOCK_ROWS = 8  # rows of one product of tensor cores there
 Memory = Callable[[tuple[int, ...]], Tensor]  # shape -> a float32 tensor to write to
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def pack_weight(weight: LinearWeight) -> LinearWeight:
-    """The weight itself, its tensors contiguous: tiles of the stored layouts are whole lines of 128 bytes already.
+    """The weight itself, its tensors contiguous: tiles of the stored layouts are whole lines of 128 bytes already. Narrow
+    ones get a second form, for `bridge`.
 
     ValueError for a format without a kernel.
     """
     pieces_of(weight)
-    if all(t.is_contiguous() for t in weight.tensors):
-        return weight
-    return replace(weight, tensors=tuple(t.contiguous() for t in weight.tensors))
+    matrix = weight.tensors[0]
+    if not all(t.is_contiguous() for t in weight.tensors):
+        weight = replace(weight, tensors=tuple(t.contiguous() for t in weight.tensors))
+    narrow = 1 < weight.shape[0] <= NARROW and weight.shape[1] % NARROW == 0 and matrix.dtype == torch.bfloat16
+    if narrow and weight.bias is None and linear_table(matrix.device).bridge:
+        weight = replace(weight, pairs=weight_pairs(matrix))
+    return weight
 
 
 def linear(x: Activations, weight: LinearWeight) -> Tensor:
-    x = _checked(x, weight)
+    x = rows_of(x, weight)
     if isinstance(x, Quantized) or len(x) > SMALL_BATCH:
         return _many_rows(x, weight)
     return _few_rows(x, weight, gated=False)
 
 
 def gated_linear(x: Activations, weight: LinearWeight, readers: Readers = ()) -> Activations:
-    x = _checked(x, weight)
+    x = rows_of(x, weight)
     if isinstance(x, Quantized) or len(x) > SMALL_BATCH:
         return silu_mul(_many_rows(x, weight), readers)
     return _few_rows(x, weight, gated=True)
@@ -70,9 +77,11 @@ def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
     return out
 
 
-def _checked(x: Activations, weight: LinearWeight) -> Activations:
-    if len(x.shape) != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x has shape {tuple(x.shape)}: the weight needs [M, {weight.shape[1]}]")
+def rows_of(x: Activations, weight: LinearWeight) -> Tensor | Quantized:
+    """x, checked. ValueError for another width than the weight's, and for pairs: `bridge` alone reads them."""
+    if isinstance(x, Paired) or len(x.shape) != 2 or x.shape[1] != weight.shape[1]:
+        kind = "pairs" if isinstance(x, Paired) else "shape"
+        raise ValueError(f"x has {kind} {tuple(x.shape)}: the weight needs [M, {weight.shape[1]}]")
     return x if isinstance(x, Quantized) else x.contiguous()
 
 
@@ -145,7 +154,7 @@ def merge(part: Tensor, bias: Tensor | None, out: Tensor, gated: bool, early: in
     return out
 
 
-def _many_rows(x: Activations, weight: LinearWeight) -> Tensor:
+def _many_rows(x: Tensor | Quantized, weight: LinearWeight) -> Tensor:
     if takes_codes(weight, len(x), x.dtype, weight.tensors[0].device):
         return fp8_product(x if isinstance(x, Quantized) else quantize(x), weight)
     if isinstance(x, Quantized):

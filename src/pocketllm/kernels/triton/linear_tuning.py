@@ -62,10 +62,11 @@ class LinearTable:
     """What a device's file says.
 
     early       when a kernel lets the next one start (programmatic dependent launch, from Hopper on): 0 once it has ended,
-                1 once its sums are complete, 2 once it runs and has its input. Then the next one's programs are there
-                when this one ends
+                1 once its sums are complete, 2 once it runs and has its input, 3 once it runs. Then the next one's
+                programs are there when this one ends, and have asked for what does not depend on it
     early_rows  rows of a pass up to which it does: with more, programs that wait take room from those that run
     library     let the library multiply e4m3 by e4m3 (else `fp8_tile`); it can on Hopper only
+    bridge      go from mixer to mixer in one kernel (Hopper only)
     programs    programs a multiprocessor should get; splits are added until there are that many
     defaults    format -> sizes; `shapes`: what was found better for (format, N, K)
     tiles       format -> sizes for many rows
@@ -75,6 +76,7 @@ class LinearTable:
     early: int
     early_rows: int
     library: bool
+    bridge: bool
     programs: int
     defaults: dict[str, ProductConfig]
     shapes: dict[tuple[str, int, int], ProductConfig]
@@ -101,6 +103,7 @@ def parse(entry: dict[str, Any]) -> LinearTable:
         early=entry["early"],
         early_rows=entry["early_rows"],
         library=entry["library"],
+        bridge=entry["bridge"],
         programs=entry["programs"],
         defaults={name: _product_config(sizes) for name, sizes in entry["defaults"].items()},
         shapes=shapes,

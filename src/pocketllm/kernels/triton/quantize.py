@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pocketllm.kernels.triton.numerics import exp2, inverse
-from pocketllm.kernels.types import LinearWeight, Quantized, Readers
+from pocketllm.kernels.types import Bridge, LinearWeight, Quantized, Readers
 from pocketllm.parallel import SMALL_BATCH
 
 GROUP = 128
@@ -112,4 +112,6 @@ def takes_codes(weight: LinearWeight, num_rows: int, dtype: torch.dtype, device:
 
 def all_take_codes(readers: Readers, x: Tensor) -> bool:
     """Whether nobody who reads rows like x [M, ..] needs them in 16 bits."""
-    return bool(readers) and all(takes_codes(weight, len(x), x.dtype, x.device) for weight in readers)
+    if isinstance(readers, Bridge) or not readers:
+        return False
+    return all(takes_codes(weight, len(x), x.dtype, x.device) for weight in readers)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pocketllm.kernels.triton.linear_kernels import wait_for_inputs
 from pocketllm.kernels.triton.linear_tuning import linear_table
+from pocketllm.kernels.triton.pairs import takes_pairs, to_pairs
 from pocketllm.kernels.triton.quantize import GROUP, all_take_codes, quantize, silu_times, times_sigmoid
 from pocketllm.kernels.types import Activations, Readers
 
@@ -133,6 +134,8 @@ def silu_mul(gate_up: Tensor, readers: Readers = ()) -> Activations:
 
 def sigmoid_mul(x: Tensor, gate: Tensor, readers: Readers = ()) -> Activations:
     x, gate, (num_rows, width), head = _rows(x), _rows(gate), x.shape, gate.shape[-1]
+    if head % GROUP == 0 and takes_pairs(readers):
+        return to_pairs(x, gate, times_sigmoid)
     if head % GROUP == 0 and all_take_codes(readers, x):
         return quantize(x, gate, times_sigmoid)
     early = linear_table(x.device).early_for(num_rows)

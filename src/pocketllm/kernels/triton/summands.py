@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pocketllm.kernels.triton.linear import few_rows_with, linear
+from pocketllm.kernels.triton.linear import few_rows_with, linear, rows_of
 from pocketllm.kernels.triton.linear_kernels import sum_of_splits, wait_for_inputs
 from pocketllm.kernels.triton.linear_tuning import linear_table, product_config
 from pocketllm.kernels.triton.quantize import room, takes_codes, to_e4m3
 from pocketllm.kernels.triton.tuning import multiprocessors
-from pocketllm.kernels.types import Activations, LinearWeight, Quantized, Readers
+from pocketllm.kernels.types import Activations, Bridge, LinearWeight, Quantized, Readers
 from pocketllm.parallel import MOST_MEETINGS, SMALL_BATCH, Place, Summands
 
 _BLOCK = 1024  # columns of a program that only adds
@@ -140,7 +140,8 @@ def add_rms_norm(x: Summands, residual: Tensor, weight: Tensor, eps: float, read
         raise ValueError(f"residual with strides {residual.stride()}: its rows must be contiguous")
     parts = x.parts if x.parts.is_contiguous() else x.parts.contiguous()
     (splits, num_rows, n), device = parts.shape, parts.device
-    dtype, in_fp8 = residual.dtype, {takes_codes(reader, num_rows, residual.dtype, device) for reader in readers}
+    weights, dtype = () if isinstance(readers, Bridge) else readers, residual.dtype
+    in_fp8 = {takes_codes(weight, num_rows, dtype, device) for weight in weights}
     out = None if in_fp8 == {True} else torch.empty(num_rows, n, dtype=dtype, device=device)
     quantized = room(num_rows, n, dtype, device, out) if True in in_fp8 else None
     codes, scales, padded_rows = (None, None, 0) if quantized is None else (*quantized.planes, len(quantized.codes))
@@ -157,7 +158,7 @@ def add_rms_norm(x: Summands, residual: Tensor, weight: Tensor, eps: float, read
 def linear_summands(x: Activations, weight: LinearWeight, place: Place | None = None) -> Summands:
     """The parts of a product of few rows as they are, unless there is a bias to add or they are much to send."""
     device, (n, k), num_rows = weight.tensors[0].device, weight.shape, len(x)
-    table = linear_table(device)
+    table, x = linear_table(device), rows_of(x, weight)
     config = product_config(table, multiprocessors(device), weight.format.name, n, k, 1)
     if isinstance(x, Quantized) or not 0 < num_rows <= SMALL_BATCH or config.splits == 1 or weight.bias is not None:
         return _put(linear(x, weight)[None], place)

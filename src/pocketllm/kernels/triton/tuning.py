@@ -79,7 +79,10 @@ def parse(table: dict[str, Any]) -> tuple[AttentionConfig, ...]:
 
 @cache
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
+    """What the tables call a device; of meta tensors, which plans are made of, the device that there is."""
+    if device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available()):
+        return torch.cuda.get_device_name(None if device.type == "meta" else device)
+    return "default"
 
 
 @cache

@@ -1,0 +1,80 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+"""What persistent kernels in Gluon (Triton's lower level) share: waiting for kernels and for programs, pairs of e4m3."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def launch_dependents():
+    """The next kernel may start once all programs have come here."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_kernels():
+    """Returns once the kernels before have ended."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def fence_proxies():
+    """Orders plain reads and writes of memory with those of the copy engine."""
+    gl.inline_asm_elementwise("fence.proxy.async; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _load_acquire(at):
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [at], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def meet(counter, programs):
+    """Returns once all programs have come here; what they wrote before can then be read, by the copy engine too.
+
+    counter [] int64 counts on for ever: nobody can be back here before all have left, so a ticket says which meeting it is
+    for. All programs must run at the same time.
+    """
+    fence_proxies()
+    gl.thread_barrier()
+    ticket = gl.atomic_add(counter, 1, sem="release", scope="gpu")
+    all_here = (ticket // programs + 1) * programs
+    while _load_acquire(counter) < all_here:
+        pass
+    fence_proxies()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _round_e4m3(v):
+    """As `pairs.round_e4m3`."""
+    bits = v.to(gl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(gl.float32, bitcast=True)
+    return gl.where(gl.abs(v) < 0.015625, (v + 24576.0) - 24576.0, normal)
+
+
+@gluon.jit
+def store_pairs(codes, scales, v, row, real, group, K: gl.constexpr, PAIRS: gl.constexpr, layout: gl.constexpr):
+    """v [R, 128] float32, columns of a group of rows `row` -> their places in a `types.Paired` (PAIRS = 2 R of it).
+
+    Not where `real` [R] is false.
+    """
+    c = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    largest = gl.max(gl.abs(v), axis=1)
+    exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) - 7, 1)  # as `pairs.scale_of`
+    scale = (exponent << 23).to(gl.float32, bitcast=True)
+    v = v * ((254 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
+    high = _round_e4m3(v)
+    low = _round_e4m3((v - high) * 16.0)
+    at = codes + (row * K)[:, None] + (group * 128 + c)[None, :]
+    gl.store(at, high.to(gl.float8e4nv), mask=real[:, None])
+    gl.store(at + PAIRS // 2 * K, low.to(gl.float8e4nv), mask=real[:, None])
+    at = scales + group * PAIRS + row
+    gl.store(at, scale, mask=real)
+    gl.store(at + PAIRS // 2, scale * 0.0625, mask=real)
