@@ -48,7 +48,7 @@ def _like_delta(qkv: Tensor, z: Tensor, *rest: Any) -> Activations:
     return _for(rest[-1], z)
 
 
-def _no_bridge(weights: Bridge, num_rows: int, dtype: Any) -> Any:
+def _no_bridge(weights: Bridge, num_rows: int, dtype: Any, places: Any) -> Any:
     def cross(x: Activations, residual: Tensor) -> list[Tensor]:
         return [residual.new_empty(num_rows, w.shape[0]) for w in weights.next_in] or [
             residual.new_empty(1, *residual.shape)

@@ -40,6 +40,7 @@ from pocketllm.options import EngineOptions, SamplingParams, parse_bytes
 CASES = "1x1024,8x1024,32x1024,8x32768"
 PAGE = 256  # tokens: what a slot may hold beyond its own, its last page being part empty
 SUMMED = 8  # steps under the profiler
+PROBED = 12  # tokens after a prompt whose logits are compared
 
 
 class Run:
@@ -145,6 +146,19 @@ class Run:
         self.note("fit", all_reduces=2 * engine.config.num_layers + 1, width=engine.config.hidden_size,
                   ms_of_a_step={name: round(ms, 3) for name, ms in spent.items()})  # fmt: skip
 
+    def probe(self, engine: Engine) -> torch.Tensor:
+        """Logits [P, V] of a prompt's last token and of some given ones after it. (Of a short prompt: more than 64 tokens
+        are rounded to e4m3, whose errors differ where sums do.)"""
+        slot, rows = engine.acquire_slot(256), []
+        for ids in (random_tokens(engine, 50, 5), *([t] for t in random_tokens(engine, PROBED, 6))):
+            call = engine.batch_decode if rows else engine.batch_prefill
+            (result,) = call([SlotRequest(slot, ids)])
+            if result.error is not None or result.logits is None:
+                raise RuntimeError("a token has no logits") from result.error
+            rows.append(result.logits.float().cpu().flatten())
+        engine.release_slot(slot)
+        return torch.stack(rows)
+
     def steps(self) -> None:
         cases = [tuple(map(int, case.split("x"))) for case in self.args.cases.split(",")]
         count = self.args.steps
@@ -155,10 +169,12 @@ class Run:
         }
         for kv in self.args.formats.split(","):
             found: dict[int, dict[str, float]] = {}
+            logits: list[torch.Tensor] = []
             for ranks in (1, self.args.ranks):
                 self.free_memory()
                 engine = self.engine(ranks, kv_cache_dtype=kv, **sizes)
                 found[ranks] = {}
+                logits.append(self.probe(engine))
                 for slots, context in cases:
                     prompts = [random_tokens(engine, context + 1, slot) for slot in range(slots)]
                     seconds = statistics.median(timed_decode(engine, prompts, count, "random").step_seconds)
@@ -166,6 +182,9 @@ class Run:
                 engine.close()
                 del engine
                 self.note("steps", kv=kv, ranks=ranks, step_ms=found[ranks])
+            off = float((logits[0] - logits[1]).norm() / logits[0].norm())
+            agreed = float((logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean())
+            self.note("steps", kv=kv, logits_off_by=round(off, 4), same_tokens=round(agreed, 3))
             one, many = found[1], found[self.args.ranks]
             self.note("steps", kv=kv, speedup={case: round(one[case] / many[case], 2) for case in one})
 

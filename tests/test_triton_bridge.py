@@ -23,7 +23,7 @@ from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.triton.pairs import to_pairs, weight_pairs
 from pocketllm.kernels.triton.quantize import times_sigmoid
 from pocketllm.kernels.types import Bridge, LinearWeight, Paired
-from pocketllm.parallel import Summands
+from pocketllm.parallel import MOST_MEETINGS, MOST_PARTS, Place, Summands
 from pocketllm.weights.formats import FORMATS, encode
 
 GPU = torch.cuda.is_available()
@@ -112,7 +112,7 @@ class Bridged:
     def __getattr__(self, name: str) -> Any:
         return getattr(reference, name)
 
-    def bridge(self, weights: Bridge, num_rows: int, dtype: object) -> Cross | None:
+    def bridge(self, weights: Bridge, num_rows: int, dtype: object, places: Any = ()) -> Cross | None:
         return lambda x, residual: self._cross(weights, x, residual)  # type: ignore[arg-type]
 
     def _cross(self, weights: Bridge, x: Tensor, residual: Tensor) -> list[Tensor]:
@@ -223,6 +223,44 @@ def test_bridges_follow_each_other_in_a_graph() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@on_hopper
+def test_ranks_add_each_others_parts() -> None:
+    """Of two ranks in one process: the other has put its parts there, and says so in advance."""
+    weights = random_bridge(*SHAPES[2], small=True, last=False)
+    hidden, width, rows = SHAPES[2][0], SHAPES[2][1], 9
+    x, residual = (
+        torch.randn(rows, width, device=DEVICE).bfloat16(),
+        torch.randn(rows, hidden, device=DEVICE).bfloat16(),
+    )
+    nbytes, flags, memories, places = MOST_PARTS * rows * hidden * 4, [], [], []
+    for _ in range(2):
+        memory = [torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+        flag = [torch.zeros(MOST_MEETINGS, 2, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+        flag[0][:, 1] = 1
+        pointers = [
+            torch.tensor([t.data_ptr() for t in some], dtype=torch.int64, device=DEVICE) for some in (memory, flag)
+        ]
+        places.append(Place(memory[0], *pointers, 0, 2))
+        memories.append(memory[1])
+        flags.append(flag)
+    others = torch.randn(2, rows, hidden, device=DEVICE)  # the other rank's sums
+    for memory, sums in zip(memories, others, strict=True):
+        memory.view(torch.float32)[: sums.numel()] = sums.flatten()
+    exact = residual.float() + reference.linear(x.float(), weights.out) + others[0]
+    h = reference.gated_linear(reference.rms_norm(exact, weights.norm, weights.eps), weights.gate_up)
+    exact = exact + reference.linear(h, weights.down) + others[1]
+    assert weights.next_norm is not None
+    wanted = reference.linear(reference.rms_norm(exact, weights.next_norm, weights.eps), weights.next_in[0])
+    cross = kernels.bridge(weights, rows, torch.bfloat16, places)
+    assert cross is not None
+    got = cross(x, residual)[0].float()
+    assert ((got - wanted).norm() / wanted.norm()).item() < 6e-3
+    assert ((residual.float() - exact).norm() / exact.norm()).item() < 4e-3
+    for own, theirs in flags:  # programs have said that they are there, and taken note of the other
+        assert theirs[:, 0].any()
+        assert int(own[:, 1].sum()) == MOST_MEETINGS - int(theirs[:, 0].sum())
 
 
 def test_no_bridge_where_none_can_be() -> None:

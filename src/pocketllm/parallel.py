@@ -155,7 +155,13 @@ class TensorParallel:
 SMALL_BATCH = 64  # rows up to which a row's sum, in a product or over the ranks, must not depend on their number
 MIXER, FEED_FORWARD, EMBEDDING = range(3)  # see `TensorParallel.place`
 NUM_PLACES = 3
+MOST_PARTS = 6  # of summands in a place: it has room for so many of SMALL_BATCH rows in float32
 MOST_MEETINGS = 1024  # programs of one kernel that meet those of the other ranks
+
+
+def place_nbytes(hidden_size: int) -> int:
+    """Of each place."""
+    return MOST_PARTS * SMALL_BATCH * hidden_size * 4
 
 
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from pocketllm.models.config import ModelConfig
 from pocketllm.models.qwen import QwenModel
 from pocketllm.models.registry import ConfigStorage
 from pocketllm.options import EngineOptions
-from pocketllm.parallel import SMALL_BATCH, TensorParallel
+from pocketllm.parallel import NUM_PLACES, SMALL_BATCH, TensorParallel, place_nbytes
 from pocketllm.weights.base import Policy
 from pocketllm.weights.dummy import PlannedSource
 from pocketllm.weights.reader import Storage
@@ -298,6 +298,8 @@ class Planner:
         rowwise = tokens * self._row_bytes()
         if self.tp.size > 2:  # the summands of all ranks (see `engine.collectives`)
             rowwise += (self.tp.size + 1) * min(tokens, SMALL_BATCH) * self.config.hidden_size * 4
+        if self.tp.size > 1 and self.device_type == "cuda":
+            rowwise += NUM_PLACES * place_nbytes(self.config.hidden_size)
         heads = self.tp.shard(self.config.num_heads, "num_attention_heads").size
         return rowwise + self.kernels.attention_workspace(heads, self.config.head_dim, tokens, context)
 

@@ -17,7 +17,7 @@ from pocketllm.kernels import select_kernels
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.models.registry import Checkpoint
 from pocketllm.options import EngineOptions
-from pocketllm.parallel import SMALL_BATCH, TensorParallel
+from pocketllm.parallel import TensorParallel, place_nbytes
 from pocketllm.weights.base import Policy
 
 
@@ -59,7 +59,7 @@ class RankBuilder:
             policy = Policy.of(options, compute_dtype(options, self.device.type), self.kernels)
             source = self.checkpoint.open_source(policy, self.device, options.seed)
             if self.device.type == "cuda" and self.kernels.meets_ranks:
-                tp.open_places(SMALL_BATCH * config.hidden_size * 4)
+                tp.open_places(place_nbytes(config.hidden_size))
             return ModelRunner(config, options, plan, source, self.kernels, self.device, tp)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise MemoryPlanError(f"the device had less memory than the planned {gib(plan.total)}: {error}") from error

@@ -94,10 +94,11 @@ class Kernels(Protocol):
     def sigmoid_mul(self, x: Tensor, gate: Tensor, readers: Readers = ()) -> Activations:
         """x [M, K] * sigmoid(gate), gate [M, K], [M, 1], or [M, H, K / H] where heads lie apart."""
 
-    def bridge(self, weights: Bridge, num_rows: int, dtype: object) -> Cross | None:
+    def bridge(self, weights: Bridge, num_rows: int, dtype: object, places: Sequence[Place] = ()) -> Cross | None:
         """What takes the result of a mixer to the next one's inputs in one, for so many rows of this type (a torch.dtype).
-        None: go step by step. `cross(x, residual)`, x [M, A] made for the reader `weights`, gives for each of next_in an
-        [M, N]:
+        None: go step by step. With several ranks, the summands of both sums over them go to two places.
+
+        `cross(x, residual)`, x [M, A] made for the reader `weights`, gives for each of next_in an [M, N]:
 
             residual += linear(x, out)                          [M, H], in place
             h = gated_linear(rms_norm(residual, norm), gate_up)
@@ -105,7 +106,8 @@ class Kernels(Protocol):
             y = linear(rms_norm(residual, next_norm), w)        for w in next_in
 
         A result may be summands to be added in order, [P, M, N or more] float32. After the last block nothing is added to
-        the residual at the end: the result is the summands [P, M, H] of linear(h, down).
+        the residual at the end: the result is the summands [P, M, H] of linear(h, down), in the second place if there are
+        places.
         """
 
     def moe(

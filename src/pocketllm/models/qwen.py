@@ -24,7 +24,7 @@ from pocketllm.layers.norm import RMSNorm
 from pocketllm.layers.rope import RotaryEmbedding
 from pocketllm.models.config import ModelConfig
 from pocketllm.models.moe import SparseMoE
-from pocketllm.parallel import Summands, TensorParallel
+from pocketllm.parallel import FEED_FORWARD, MIXER, Summands, TensorParallel
 from pocketllm.weights.source import WeightSource
 
 
@@ -90,7 +90,7 @@ class QwenModel:
         mask: AttentionMask | None = None,
     ) -> None:
         """drop_key_bias: leave the K bias out of K (the cache's format stores it so); see `kernels.types.KeyBias`."""
-        self.config, self._kernels = config, kernels
+        self.config, self._kernels, self._tp = config, kernels, tp
         self.rope = RotaryEmbedding(config.rope, max_context, device)
         self._mask = mask or AttentionMask()
         self.vocabulary = Vocabulary(config, tp, kernels, source, dtype)
@@ -106,9 +106,8 @@ class QwenModel:
             )
             for i in range(config.num_layers)
         ]
-        if tp.size == 1:  # else ranks must be added up between the products
-            for block, following in itertools.zip_longest(self.blocks, self.blocks[1:]):
-                block.lead_to(following)
+        for block, following in itertools.zip_longest(self.blocks, self.blocks[1:]):
+            block.lead_to(following)
         self.norm = RMSNorm(config, kernels, source, "model.norm", config.hidden_size)
         source.finish()
 
@@ -118,8 +117,11 @@ class QwenModel:
 
     def _way_on(self, block: Block, residual: Tensor) -> tuple[Readers, Cross | None]:
         """Who reads what the block's mixer gives, and what takes it to the next mixer in one, if anything does."""
-        if block.bridge is not None:
-            cross = self._kernels.bridge(block.bridge, len(residual), residual.dtype)
+        ops, tp, rows = self._kernels, self._tp, len(residual)
+        places = [tp.place(index, rows) if ops.meets_ranks else None for index in (MIXER, FEED_FORWARD)]
+        found = [place for place in places if place is not None]
+        if block.bridge is not None and len(found) == (0 if tp.size == 1 else 2):
+            cross = ops.bridge(block.bridge, rows, residual.dtype, found)
             if cross is not None:
                 return block.bridge, cross
         return [block.mixer.out_proj.weight], None
@@ -143,7 +145,9 @@ class QwenModel:
                 mixed = mixer.mix(inputs, batch, next(state_layers), readers)
             if cross is not None:
                 inputs = cross(mixed, residual)
-                out = Summands(inputs[0])  # of the last block, if this is it
+                out = Summands(
+                    inputs[0], self._tp.place(FEED_FORWARD, len(residual))
+                )  # of the last block, if this is it
             else:
                 inputs, out = None, mixer.out_proj(mixed)
                 out = block.feed_forward(block.post_norm.add(out, residual, block.feed_forward.readers))

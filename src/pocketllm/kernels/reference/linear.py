@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -54,7 +55,7 @@ def embedding(token_ids: Tensor, weight: LinearWeight, dtype: object) -> Tensor:
     return weight.format.decode_rows(weight.tensors, token_ids).to(cast(torch.dtype, dtype))
 
 
-def bridge(weights: Bridge, num_rows: int, dtype: object) -> None:
+def bridge(weights: Bridge, num_rows: int, dtype: object, places: Sequence[Place] = ()) -> None:
     """Step by step is as good on this backend."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -13,24 +14,22 @@ from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.triton.pairs import room_for_pairs, to_pairs
 from pocketllm.kernels.triton.tuning import multiprocessors
 from pocketllm.kernels.types import Activations, Bridge, Paired
-from pocketllm.parallel import SMALL_BATCH
+from pocketllm.parallel import MOST_PARTS, SMALL_BATCH, Place
 
 TILE = 128  # outputs of a product's tiles
-UNIT = 256  # columns that a program takes at a time
+GROUPS = 2  # groups of 128 columns that a program takes at a time
+UNIT = 128 * GROUPS  # columns
 MOST_HIDDEN = 16384
-SIZES = {8: (4, 4), 16: (4, 4), 32: (4, 3), 64: (8, 3)}  # rows: (warps, units in flight)
+SIZES = {8: (4, 4), 16: (4, 4), 32: (4, 3), 64: (8, 2)}  # rows: (warps, units in flight)
 
 
-def bridge(weights: Bridge, num_rows: int, dtype: object) -> Cross | None:
-    device = weights.out.tensors[0].device
-    if (
-        not 0 < num_rows <= SMALL_BATCH
-        or dtype != torch.bfloat16
-        or not linear_table(device).bridge
-        or not _fits(weights)
-    ):
+def bridge(weights: Bridge, num_rows: int, dtype: object, places: Sequence[Place] = ()) -> Cross | None:
+    table = linear_table(weights.out.tensors[0].device)
+    if not (table.bridge and 0 < num_rows <= SMALL_BATCH and dtype == torch.bfloat16 and _fits(weights)):
         return None
-    return partial(_cross, weights)
+    if places and max(parts_of(weights)[::2]) > MOST_PARTS:
+        return None
+    return partial(_cross, weights, places)
 
 
 def _fits(weights: Bridge) -> bool:
@@ -54,6 +53,20 @@ def num_parts(tiles: int, units: int, programs: int) -> int:
     return most
 
 
+def _cuts(weights: Bridge) -> tuple[list[tuple[int, int]], int]:
+    """(tiles, units of a tile) of the three products that are shared out by units, and over how many programs: none of them
+    is without a unit."""
+    sms = multiprocessors(weights.out.tensors[0].device)
+    cuts = [(w.shape[0] // TILE, w.shape[1] // UNIT) for w in (weights.out, weights.gate_up, weights.down)]
+    return cuts, min(sms, *(tiles * units for tiles, units in cuts))
+
+
+def parts_of(weights: Bridge) -> list[int]:
+    """How many parts their results have."""
+    cuts, programs = _cuts(weights)
+    return [num_parts(tiles, units, programs) for tiles, units in cuts]
+
+
 @cache
 def _counter(device: torch.device, programs: int) -> Tensor:
     """Where so many programs meet, one kernel after the other."""
@@ -61,42 +74,46 @@ def _counter(device: torch.device, programs: int) -> Tensor:
 
 
 def _tiles_of(x: Tensor, rows: int) -> Any:
-    """A descriptor of x [N, K] e4m3 for two tiles at a time, side by side, of `rows` rows and 128 columns."""
+    """A descriptor of x [N, K] e4m3 for a unit's tiles at a time, side by side, of `rows` rows and 128 columns."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     n, k = x.shape
-    return TensorDescriptor(x, [k // TILE, n, TILE], [TILE, k, 1], [2, rows, TILE], NVMMASharedLayout(128, 8, 3))
+    return TensorDescriptor(x, [k // TILE, n, TILE], [TILE, k, 1], [GROUPS, rows, TILE], NVMMASharedLayout(128, 8, 3))
 
 
-def _scales_of(x: Paired) -> Any:
-    """A descriptor of its scales for two groups at a time."""
+def _rows_of(x: Paired) -> tuple[Any, Any]:
+    """Descriptors of its codes and its scales, for a unit's groups at a time."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(x.scales, [2, x.scales.shape[1]], NVMMASharedLayout(0, 32, 2))
+    scales = TensorDescriptor.from_tensor(x.scales, [GROUPS, x.scales.shape[1]], NVMMASharedLayout(0, 32, 2))
+    return _tiles_of(x.codes, len(x.codes)), scales
 
 
-def _cross(weights: Bridge, x: Activations, residual: Tensor) -> list[Tensor]:
+def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: Tensor) -> list[Tensor]:
     from pocketllm.kernels.triton.bridge_kernels import bridge_kernel  # Gluon is not loaded where no bridge is
 
     x = x if isinstance(x, Paired) else to_pairs(cast(Tensor, x))
     (num_rows, width), hidden, device, dtype = x.shape, residual.shape[1], residual.device, residual.dtype
     inner, pairs = weights.down.shape[1], len(x.codes)
     warps, stages = SIZES[pairs // 2]
-    cuts = [(w.shape[0] // TILE, w.shape[1] // UNIT) for w in (weights.out, weights.gate_up, weights.down)]
-    programs = min(multiprocessors(device), *(tiles * units for tiles, units in cuts))  # so that none is without units
-    parts = [num_parts(tiles, units, programs) for tiles, units in cuts]
+    programs, parts = _cuts(weights)[1], parts_of(weights)
     normed, product = room_for_pairs(num_rows, hidden, dtype, device), room_for_pairs(num_rows, inner, dtype, device)
 
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    outs, gated, downs = (
-        scratch(parts[0], num_rows, hidden),
-        scratch(parts[1], num_rows, 2 * inner),
-        scratch(parts[2], num_rows, hidden),
-    )
+    shapes = (parts[0], num_rows, hidden), (parts[2], num_rows, hidden)
+    if places:
+        outs, downs = (place.room(shape, torch.float32) for place, shape in zip(places, shapes, strict=True))
+    else:
+        outs, downs = (scratch(*shape) for shape in shapes)
+    ranks: list[Tensor | None] = [None] * 4
+    if places:
+        ranks = [t for place in places for t in (place.addresses, place.flags)]
+    rank, num_ranks = (places[0].rank, places[0].size) if places else (0, 1)
+    gated = scratch(parts[1], num_rows, 2 * inner)
     last, small = weights.next_norm is None, len(weights.next_in) == 2
     following = weights.down if last else weights.next_in[0]  # anything, after the last block
     narrow = weights.next_in[1].pairs if small else following.tensors
@@ -107,12 +124,14 @@ def _cross(weights: Bridge, x: Activations, residual: Tensor) -> list[Tensor]:
         planes += [_tiles_of(matrix, TILE), scales]
     rows: list[Any] = []
     for paired in (normed, product):
-        rows += [_tiles_of(paired.codes, pairs), _scales_of(paired), paired.codes, paired.scales]
+        rows += [*_rows_of(paired), paired.codes, paired.scales]
+    tiles, small_tiles = 0 if last else following.shape[0] // TILE, 2 if small else 0
     bridge_kernel[(programs,)](
-        _tiles_of(x.codes, pairs), _scales_of(x), *planes, residual, weights.norm,
+        *_rows_of(x), *planes, residual, weights.norm,
         weights.norm if last else weights.next_norm, *rows, scratch(num_rows, hidden // TILE), outs, gated, downs, out,
-        out_small, _counter(device, programs), num_rows, 0 if last else following.shape[0] // TILE, 2 if small else 0,
-        weights.eps, weights.eps, H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages,
-        PARTS_OUT=parts[0], PARTS_INNER=parts[1], PARTS_DOWN=parts[2], num_warps=warps, launch_pdl=True,
+        out_small, _counter(device, programs), *ranks, rank, num_rows, tiles, small_tiles, weights.eps, weights.eps,
+        H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, GROUPS=GROUPS,
+        PARTS_OUT=parts[0], PARTS_INNER=parts[1], PARTS_DOWN=parts[2], RANKS=num_ranks, num_warps=warps,
+        launch_pdl=True,
     )  # fmt: skip
     return [downs] if last else [out, out_small] if small else [out]

@@ -22,9 +22,12 @@ def wait_for_kernels():
 
 
 @gluon.jit
-def fence_proxies():
-    """Orders plain reads and writes of memory with those of the copy engine."""
-    gl.inline_asm_elementwise("fence.proxy.async; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def publish():
+    """What this thread has written to global memory, the copy engine of whoever is told later will read.
+
+    (It takes its time while copies of this program are on their way: to be used where it is needed only.)
+    """
+    gl.inline_asm_elementwise("fence.proxy.async.global; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -36,18 +39,33 @@ def _load_acquire(at):
 
 @gluon.jit
 def meet(counter, programs):
-    """Returns once all programs have come here; what they wrote before can then be read, by the copy engine too.
+    """Returns once all programs have come here; what they wrote before can then be read (by the copy engine, if they have
+    also called `publish`).
 
     counter [] int64 counts on for ever: nobody can be back here before all have left, so a ticket says which meeting it is
     for. All programs must run at the same time.
     """
-    fence_proxies()
     gl.thread_barrier()
     ticket = gl.atomic_add(counter, 1, sem="release", scope="gpu")
     all_here = (ticket // programs + 1) * programs
     while _load_acquire(counter) < all_here:
         pass
-    fence_proxies()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def meet_ranks(flags, program, rank, RANKS: gl.constexpr):
+    """As `summands.meet`: returns once the counterparts of this program on all ranks have come here."""
+    for peer in gl.static_range(RANKS):
+        if peer != rank:
+            at = gl.load(flags + peer).to(gl.pointer_type(gl.int32)) + program * RANKS + rank
+            while gl.atomic_cas(at, 0, 1, sem="release", scope="sys") != 0:
+                pass
+    own = gl.load(flags + rank).to(gl.pointer_type(gl.int32)) + program * RANKS
+    for peer in gl.static_range(RANKS):
+        if peer != rank:
+            while gl.atomic_cas(own + peer, 1, 0, sem="acquire", scope="sys") != 1:
+                pass
     gl.thread_barrier()
 
 
