@@ -149,8 +149,9 @@ class Run:
     def probe(self, engine: Engine) -> torch.Tensor:
         """Logits [P, V] of a prompt's last token and of some given ones after it. (Of a short prompt: more than 64 tokens
         are rounded to e4m3, whose errors differ where sums do.)"""
-        slot, rows = engine.acquire_slot(256), []
-        for ids in (random_tokens(engine, 50, 5), *([t] for t in random_tokens(engine, PROBED, 6))):
+        room = min(engine.plan.max_context, 50 + PROBED)
+        slot, rows = engine.acquire_slot(room), []
+        for ids in (random_tokens(engine, room - PROBED, 5), *([t] for t in random_tokens(engine, PROBED, 6))):
             call = engine.batch_decode if rows else engine.batch_prefill
             (result,) = call([SlotRequest(slot, ids)])
             if result.error is not None or result.logits is None:

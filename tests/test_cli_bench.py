@@ -18,7 +18,7 @@ from tiny_models import make
 
 ROW = {
     "slots", "context", "kv", "filled", "step_ms", "tok_s", "prefill_tok_s", "bytes_per_step", "share_of_bandwidth",
-    "gb_s", "memory_planned", "memory_used",
+    "gb_s", "memory_planned", "memory_used", "families_ms",
 }  # fmt: skip
 FACTS = {"model", "kernels", "device", "threads", "tensor_parallel", "bandwidth", "steps", "prompt", "date", "rows"}
 

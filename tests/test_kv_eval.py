@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,7 @@ from pocketllm.cache.formats import KV_FORMATS
 from pocketllm.cli.kv_eval_plot import draw
 from pocketllm.cli.main import app
 from pocketllm.errors import OptionError
+from pocketllm.kernels.types import LinearWeight
 from pocketllm.kv_eval import KVEval, Text, compare
 from pocketllm.kv_public import PublicK8V4
 from pocketllm.models.registry import read_model
@@ -154,7 +156,7 @@ def test_engines_share_their_matrices_but_not_their_biases(model: Path) -> None:
     mine, other = (e.runner.model.blocks[1].mixer for e in (run.baseline, run.engines["fp8"]))
     assert mine is not None
     assert other is not None
-    (a,), (b,) = mine.qkv_proj.parts, other.qkv_proj.parts
+    (a,), (b,) = mine.projection.parts, other.projection.parts
     assert a.tensors[0].data_ptr() == b.tensors[0].data_ptr()
     assert a.bias is not None
     assert b.bias is not None
@@ -168,6 +170,17 @@ def test_a_shared_source_asks_once() -> None:
     assert first[0].tensors[0] is again[0].tensors[0]
     other = shared.scope("model").scope("layers.1").linear(["mlp.up_proj"], [8], 4)
     assert other[0].tensors[0] is not first[0].tensors[0]
+
+
+def test_a_shared_source_hands_on_what_a_backend_has_added() -> None:
+    def packed(weight: LinearWeight) -> LinearWeight:
+        return replace(weight, pairs=weight.tensors)
+
+    policy = Policy("none", torch.float32, packed)
+    shared = SharedSource(read_model("qwen2.5-0.5b", "dummy").open_source(policy, torch.device("meta")))
+    weights = [w for _ in range(2) for w in shared.linear(["model.layers.0.self_attn.q_proj"], [896], 896, bias=True)]
+    assert all(w.pairs is w.tensors for w in weights)
+    assert weights[0].bias is not weights[1].bias
 
 
 def test_the_public_scheme_by_hand() -> None:

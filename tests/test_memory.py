@@ -155,6 +155,27 @@ def test_settings_that_an_error_names_fit(shape: str, memory: float, size: tuple
         assert plan_memory(config, replace(asked, **setting), budget, device).fits
 
 
+@pytest.mark.parametrize(
+    ("options", "mebibytes", "names"),
+    [
+        ({}, 1024, ["kv_tokens"]),
+        ({"max_context": 4096}, 1024, ["kv_tokens"]),
+        ({"max_context": 8192, "max_batch_size": 2}, 600, ["max_context kv_tokens"]),
+        ({"max_context": 8192, "max_batch_size": 64}, 570, ["max_batch_size max_context kv_tokens"]),
+    ],
+)
+def test_of_a_pool_of_a_given_size_a_smaller_one_is_named(options: Any, mebibytes: int, names: list[str]) -> None:
+    """A smaller context alone would leave it as large as it is."""
+    config, budget = config_from_shape("smollm2-135m"), mebibytes << 20
+    asked = EngineOptions(kv_tokens=100_000, **options)
+    with pytest.raises(MemoryPlanError, match="What fits: ") as caught:
+        check_fits(plan_memory(config, asked, budget), config, asked)
+    settings = fitting(str(caught.value))
+    assert [" ".join(setting) for setting in settings] == names
+    for setting in settings:
+        assert plan_memory(config, replace(asked, **setting), budget).fits
+
+
 def test_a_pool_of_less_than_a_page_a_slot_is_raised_and_that_is_said() -> None:
     plan = plan_memory(config_from_shape("smollm2-135m"), EngineOptions(kv_tokens=300), None)
     assert plan.kv_tokens == 4 * 256

@@ -146,6 +146,25 @@ def test_the_model_goes_over_bridges(kind: str, tmp_path: Path, monkeypatch: pyt
     assert ops.crossed == 3 * len(model.blocks)
 
 
+def test_attention_adds_up_a_narrow_v(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V may be stored otherwise than q and k; a bridge then gives it as two summands of 128 columns."""
+    options: dict[str, Any] = {"kernels": "reference", "kv_cache_dtype": "fp32"}
+    plain, other = engine("qwen3", tmp_path / "a", **options), engine("qwen3", tmp_path / "b", **options)
+    mixer = other.runner.model.blocks[0].mixer
+    width, outputs = mixer.num_kv_heads * mixer.head_dim, mixer.projection.outputs  # type: ignore[union-attr]
+
+    def apart(x: Tensor) -> list[Tensor]:
+        (qkv,) = outputs(x)
+        v = torch.nn.functional.pad(qkv[:, -width:], (0, 128 - width))
+        return [qkv[:, :-width], torch.stack((v / 2, v / 2))]
+
+    monkeypatch.setattr(mixer.projection, "outputs", apart)
+    slots = [plain.acquire_slot(), other.acquire_slot()]
+    for step, ids in (("prefill", prompt(9)), ("decode", [7])):
+        wanted, got = (feed(e, {s: ids}, step)[s] for e, s in zip((plain, other), slots, strict=True))
+        assert torch.allclose(got, wanted, atol=1e-5)
+
+
 def random_bridge(hidden: int, width: int, inner: int, outputs: int, *, small: bool, last: bool) -> Bridge:
     def fp8(n: int, k: int) -> LinearWeight:
         return encode(FORMATS["fp8_block"], torch.randn(n, k, device=DEVICE) * k**-0.5)

@@ -56,10 +56,15 @@ def bench(
     --json keys: model, kernels, device, threads, tensor_parallel, bandwidth (bytes/s this machine reads, measured in
     this run), steps, prompt, date, and rows, each with slots, context, kv, filled (prefill or random), step_ms (median),
     tok_s (all slots), prefill_tok_s, bytes_per_step, share_of_bandwidth, gb_s, memory_planned and memory_used (bytes of
-    rank 0; on a CPU of the whole process). A single row's keys stand at the top too.
+    rank 0; on a CPU of the whole process), families_ms. A single row's keys stand at the top too.
 
     bytes_per_step, of one rank: the weights a step reads (linear layers, head, one embedding row a slot; of a sparse
     layer at most slots x top_k experts), the KV of all contexts, and the recurrent state, read and written.
+
+    families_ms, of rank 0 on a GPU (elsewhere null): a step's milliseconds by kernel family (bridge, products, delta
+    rule, attention, norms, ranks, rest), from torch's profiler, in a few steps after the measured ones. Where kernels
+    overlap, the time is that of the one that started first, so the families add up to the time the device was busy; the
+    profiler may slow it. A kernel that waits for other ranks counts that wait.
     """
     if fill not in ("auto", "prefill", "random"):
         raise OptionError(f"--fill {fill!r}: choose one of auto, prefill, random")
@@ -124,3 +129,19 @@ def _show(facts: dict[str, Any], rows: list[Row]) -> None:
     out.print(table)
     if any(row.filled == "random" for row in rows):
         out.print("* random values in the cache instead of a computed context", style="dim")
+    if any(row.families_ms for row in rows):
+        out.print("ms of a step by kernel family, from torch's profiler:", style="dim")
+        out.print(_families(rows))
+
+
+def _families(rows: list[Row]) -> Table:
+    """Only the families that some row has kernels of."""
+    recorded = [(row, row.families_ms) for row in rows if row.families_ms]
+    names = [name for name in recorded[0][1] if any(families[name] for _, families in recorded)]
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("slots", "context", "kv", *names, "all"):
+        table.add_column(name, justify="left" if name == "kv" else "right")
+    for row, families in recorded:
+        times = [*(families[name] for name in names), sum(families.values())]
+        table.add_row(str(row.slots), str(row.context), row.kv, *(f"{ms:.3f}" for ms in times))
+    return table

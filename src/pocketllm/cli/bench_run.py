@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
+from pocketllm.cli.bench_families import KernelRun, can_record, families_ms, record_kernels
 from pocketllm.engine.device import pick_device, used_memory
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.request import RequestOutput
@@ -22,6 +23,7 @@ from pocketllm.models.registry import read_model
 from pocketllm.options import EngineOptions, SamplingParams
 
 _WARM_UP = 3  # steps before the clock starts: compilation, first touches
+_RECORDED = 4  # steps after those on the clock, whose kernels are recorded
 _FILL_SECONDS = 10.0  # a context that takes longer to compute is filled with random values, if fill is auto
 _PROBE_BYTES = 256 << 20  # well beyond any cache
 
@@ -40,6 +42,7 @@ class Row:
     gb_s: float  # bytes_per_step over step_ms
     memory_planned: int  # bytes of one rank
     memory_used: int | None  # bytes of rank 0 after the run, see `engine.device.used_memory`
+    families_ms: dict[str, float] | None  # of rank 0; None where kernels can't be recorded, see `bench_families`
 
 
 class Bench:
@@ -49,6 +52,7 @@ class Bench:
         self._options, self._steps, self._prompt, self._fill = options, steps, prompt, fill
         self._device = pick_device(options.device)
         self._kernels = select_kernels(options.kernels, self._device.type)
+        self._recorded = _RECORDED if can_record(self._kernels, self._device) else 0
         self._bandwidth = read_bandwidth(self._device, options.num_threads())
 
     def facts(self) -> dict[str, Any]:
@@ -67,8 +71,9 @@ class Bench:
     def row(self, slots: int, context: int, kv_cache_dtype: str) -> Row:
         """Builds an engine of just this size and measures it. OptionError if the model can't hold so many tokens."""
         limit = self._checkpoint.config.max_position_embeddings
+        needed_context = context_needed(context, self._steps, self._recorded)
         for flag, tokens, needed in (
-            ("--context", context, context_needed(context, self._steps)),
+            ("--context", context, needed_context),
             ("--prompt", self._prompt, self._prompt + 1),
         ):
             if needed > limit:
@@ -79,7 +84,7 @@ class Bench:
         options = replace(
             self._options,
             max_batch_size=slots,
-            max_context=max(context_needed(context, self._steps), self._prompt + 1),
+            max_context=max(needed_context, self._prompt + 1),
             kv_cache_dtype=kv_cache_dtype,
         )
         engine = Engine(self._checkpoint, options)
@@ -96,7 +101,7 @@ class Bench:
         slots = engine.plan.kv.num_slots
         filled = choose_fill(self._fill, slots * context / prefill_tok_s)
         prompts = [random_tokens(engine, context + 1, slot) for slot in range(slots)]
-        decode = timed_decode(engine, prompts, self._steps, filled)
+        decode = timed_decode(engine, prompts, self._steps, filled, self._recorded)
         seconds = statistics.median(decode.step_seconds)
         read = bytes_per_step(engine, decode.context)
         return Row(
@@ -112,6 +117,7 @@ class Bench:
             gb_s=round(read / seconds / 1e9, 1),
             memory_planned=engine.plan.total,
             memory_used=used_memory(engine.device),
+            families_ms=families_ms(decode.kernels, self._recorded),
         )
 
 
@@ -121,16 +127,17 @@ class Decode:
 
     step_seconds: list[float]
     context: float  # tokens each slot saw, on average over the steps
-    tokens: list[list[int]]  # of each slot: its generated tokens, those of warm-up steps included
+    tokens: list[list[int]]  # of each slot: all its generated tokens, those of steps off the clock included
+    kernels: list[KernelRun] = field(default_factory=list)  # of the recorded steps
 
 
-def context_needed(context: int, steps: int) -> int:
+def context_needed(context: int, steps: int, recorded: int = 0) -> int:
     """Tokens a slot must have room for, to be decoded by `timed_decode` after `context` + 1 of its own."""
-    return context + 1 + _generated(steps)
+    return context + 1 + _generated(steps + recorded)
 
 
 def _generated(steps: int) -> int:
-    return 1 + _WARM_UP + steps + 1  # one more than measured: no request ends on the clock
+    return 1 + _WARM_UP + steps + 1  # one more than these steps make: no request ends in them
 
 
 def choose_fill(fill: str, prefill_seconds: float) -> str:
@@ -138,29 +145,34 @@ def choose_fill(fill: str, prefill_seconds: float) -> str:
     return ("random" if prefill_seconds > _FILL_SECONDS else "prefill") if fill == "auto" else fill
 
 
-def timed_decode(engine: Engine, prompts: list[list[int]], steps: int, filled: str) -> Decode:
+def timed_decode(engine: Engine, prompts: list[list[int]], steps: int, filled: str, recorded: int = 0) -> Decode:
     """Times `steps` greedy decode steps (sampling included) of as many slots as prompts, all of one length.
 
+    recorded: so many more steps, off the clock, whose kernels are recorded (on a GPU, see `can_record`).
     filled: prefill or random, how all but a prompt's last token get into the cache. The engine must be idle, and is so
     again afterwards. Raises the error of any request.
     """
-    params = SamplingParams(max_tokens=_generated(steps), ignore_eos=True)
-    held = [engine.acquire_slot(context_needed(len(prompt) - 1, steps)) for prompt in prompts]
+    params = SamplingParams(max_tokens=_generated(steps + recorded), ignore_eos=True)
+    held = [engine.acquire_slot(context_needed(len(prompt) - 1, steps, recorded)) for prompt in prompts]
     contexts = {slot: prompt[:-1] for slot, prompt in zip(held, prompts, strict=True)}
     (fill_by_prefill if filled == "prefill" else fill_randomly)(engine, contexts)
     requests = [engine.add_request(prompt, params, slot=slot) for slot, prompt in zip(held, prompts, strict=True)]
     tokens: dict[str, list[int]] = {request: [] for request in requests}
-    times = []
-    for _ in range(1 + _WARM_UP + steps):  # the first step computes each prompt's last token, the rest decode
+
+    def step() -> float:
         seconds, outputs = _timed_step(engine)
-        times.append(seconds)
         for output in outputs:
             tokens[output.request_id] += output.new_token_ids
+        return seconds
+
+    # The first step computes each prompt's last token, the rest decode.
+    times = [step() for _ in range(1 + _WARM_UP + steps)]
+    kernels = record_kernels(step, recorded, engine.device) if recorded else []
     for request, slot in zip(requests, held, strict=True):
         engine.end_request(request)
         engine.release_slot(slot)
     start = len(prompts[0]) + _WARM_UP
-    return Decode(times[1 + _WARM_UP :], start + (steps + 1) / 2, list(tokens.values()))
+    return Decode(times[1 + _WARM_UP :], start + (steps + 1) / 2, list(tokens.values()), kernels)
 
 
 def timed_prefill(engine: Engine, prompt: list[int]) -> float:

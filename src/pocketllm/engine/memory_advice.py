@@ -37,12 +37,17 @@ def check_fits(
 
 
 def _same_weights(planner: Planner, plan: MemoryPlan) -> Iterator[str]:
-    """Changes of context, slots and KV type, one at a time; all three and the chunk only if none is enough."""
+    """Changes of context (or of a pool whose size was given), slots and KV type, one at a time; all three and the chunk only
+    if none is enough."""
     slots, context, fmt = plan.kv.num_slots, plan.max_context, plan.kv.kv_format
     found = False
-    if fitting := planner.largest_context(slots, fmt):
+    pages = planner.pages_that_fit(slots, plan.kv.max_pages, fmt)
+    if planner.options.kv_tokens is not None and pages >= max(slots, plan.kv.max_pages):
         found = True
-        yield f"max_context={fitting} with the same slots and KV type"
+        yield f"kv_tokens={pages * plan.kv.page_size} with the same slots, context and KV type"
+    elif fitting := planner.largest_context(slots, fmt):
+        found = True
+        yield f"max_context={fitting}{_pool(planner, slots * fitting)} with the same slots and KV type"
     if fewer := _most_slots(planner, slots - 1, context):
         found = True
         yield f"max_batch_size={fewer} with the same context and KV type"
@@ -59,8 +64,13 @@ def _same_weights(planner: Planner, plan: MemoryPlan) -> Iterator[str]:
             if fitting := planner.with_options(prefill_chunk=chunk).largest_context(1, other):
                 kv = f" kv_cache_dtype={other.name}" if other is not fmt else ""
                 shorter = f" prefill_chunk={chunk}" if chunk != planner.options.prefill_chunk else ""
-                yield f"max_batch_size=1 max_context={fitting}{kv}{shorter}"
+                yield f"max_batch_size=1 max_context={fitting}{_pool(planner, fitting)}{kv}{shorter}"
                 return
+
+
+def _pool(planner: Planner, tokens: int) -> str:
+    """What else to set for a smaller context: a pool whose size was given does not shrink with it."""
+    return "" if planner.options.kv_tokens is None else f" kv_tokens={tokens}"
 
 
 def _most_slots(planner: Planner, most: int, context: int) -> int:
@@ -91,5 +101,6 @@ def _other_weights(planner: Planner, plan: MemoryPlan, storage: Storage | None) 
                 yield f"{setting} with the same slots, context and KV type"
                 break
             if context := other.largest_context(plan.kv.num_slots, plan.kv.kv_format):
-                yield f"{setting} max_context={context} with the same slots and KV type"
+                pool = _pool(other, plan.kv.num_slots * context)
+                yield f"{setting} max_context={context}{pool} with the same slots and KV type"
                 break

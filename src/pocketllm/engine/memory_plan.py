@@ -26,7 +26,7 @@ from pocketllm.models.config import ModelConfig
 from pocketllm.models.qwen import QwenModel
 from pocketllm.models.registry import ConfigStorage
 from pocketllm.options import EngineOptions
-from pocketllm.parallel import NUM_PLACES, SMALL_BATCH, TensorParallel, place_nbytes
+from pocketllm.parallel import MOST_PARTS, NUM_PLACES, SMALL_BATCH, TensorParallel, place_nbytes
 from pocketllm.weights.base import Policy
 from pocketllm.weights.dummy import PlannedSource
 from pocketllm.weights.reader import Storage
@@ -269,7 +269,7 @@ class Planner:
             sizes += [size * (self.options.max_draft_tokens + 1) for size in sizes]
         vocab = self.tp.shard(self.config.vocab_size, "vocab_size").size
         if self.device_type == "cuda":
-            return sum(sizes) * 4 * vocab
+            return sum(sizes) * 4 * vocab + self._bridge(max(sizes))
         rows = sum(-(-size // 8) * 8 for size in sizes)  # a product's input is prepared in tiles of 8 rows
         return rows * (self.config.num_layers * self._row_bytes() + 4 * vocab)
 
@@ -293,9 +293,17 @@ class Planner:
             widths.append(4 * (config.gated_delta.conv_dim + config.gated_delta.value_dim) // size)
         return (4 * config.hidden_size + max(widths)) * 4
 
+    def _bridge(self, tokens: int) -> int:
+        """Bound of what one bridge of so many tokens takes on a GPU (see `kernels.triton.bridge`): parts of its products'
+        sums, in float32, and rows in other forms. Longer passes take none."""
+        if self.device_type != "cuda":
+            return 0
+        parts = 2 * MOST_PARTS * self.config.hidden_size + 5 * 2 * self.config.intermediate_size // self.tp.size
+        return min(tokens, SMALL_BATCH) * 4 * parts
+
     def _workspace(self, tokens: int, context: int) -> int:
         """Bound of a pass's live intermediates: the widest block's tensors, and one attention call's own."""
-        rowwise = tokens * self._row_bytes()
+        rowwise = max(tokens * self._row_bytes(), self._bridge(tokens))
         if self.tp.size > 2:  # the summands of all ranks (see `engine.collectives`)
             rowwise += (self.tp.size + 1) * min(tokens, SMALL_BATCH) * self.config.hidden_size * 4
         if self.tp.size > 1 and self.device_type == "cuda":

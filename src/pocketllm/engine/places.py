@@ -30,18 +30,24 @@ class Places:
     name: str  # of the group, as torch's symmetric memory knows it
     own_flags: Tensor
     their_flags: tuple[Tensor, ...]  # of the other ranks, mapped here
+    said: Tensor  # as many ones as there are flags, in pinned memory of the host
+    unsaid: Tensor  # zeros
     handles: tuple[Any, ...]  # keep the mappings alive
 
     def let_go(self, seconds: float = 5.0) -> None:
         """Says to every kernel of this rank that waits what it waits to hear. Its results mean nothing then. Until the
-        device is idle, at most so long. From any thread."""
+        device is idle, at most so long. From any thread.
+
+        By copies from the host: a kernel that fills could not start while one that waits has all registers of all
+        multiprocessors, as a bridge of 33 rows or more has.
+        """
         device = self.own_flags.device
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             end = time.monotonic() + seconds
             while not torch.cuda.default_stream(device).query() and time.monotonic() < end:
-                self.own_flags.fill_(1)
+                self.own_flags.copy_(self.said, non_blocking=True)
                 for flags in self.their_flags:
-                    flags.zero_()
+                    flags.copy_(self.unsaid, non_blocking=True)
                 time.sleep(_MOMENT)
 
 
@@ -114,4 +120,6 @@ def open_places(rank: int, size: int, store: Any, device: torch.device, nbytes: 
         for i in range(NUM_PLACES)
     )
     theirs = tuple(flags_handle.get_buffer(peer, (len(flags),), torch.int32) for peer in range(size) if peer != rank)
-    return Places(places, name, flags, theirs, (memory_handle, flags_handle, group, meeting))
+    said = torch.ones(len(flags), dtype=torch.int32).pin_memory()  # now: pinning waits for the device
+    unsaid = torch.zeros_like(said).pin_memory()
+    return Places(places, name, flags, theirs, said, unsaid, (memory_handle, flags_handle, group, meeting))

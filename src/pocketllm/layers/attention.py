@@ -76,6 +76,8 @@ class Attention:
     ) -> Activations:
         """What lies between the two projections: results of the first, as `Kernels.bridge` may give them too -> [T, Hq D],
         for `readers`."""
+        dtype = inputs[0].dtype
+        inputs = [x if x.dim() == 2 else x.sum(0).to(dtype) for x in inputs]  # a narrow V may come as summands
         q, k, v = cut(inputs, [self._q_rows, self._kv_rows, self._kv_rows])
         num_tokens = len(q)
         gate: Tensor | None = None

@@ -6,7 +6,7 @@ Engines that differ in their caches alone (`kv_eval` runs one for each KV type, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -42,10 +42,7 @@ class SharedSource:
         key = tuple(self.prefix + name for name in names)
         if key not in self.stacks:
             self.stacks[key] = self.source.linear(names, out_features, in_features, bias=bias, rows=rows, role=role)
-        return [
-            LinearWeight(part.format, part.shape, part.tensors, None if part.bias is None else part.bias.clone())
-            for part in self.stacks[key]
-        ]
+        return [part if part.bias is None else replace(part, bias=part.bias.clone()) for part in self.stacks[key]]
 
     def tensor(self, name: str, shape: tuple[Dim, *tuple[int, ...]], *, offset: float = 0.0) -> Tensor:
         return self.source.tensor(name, shape, offset=offset)

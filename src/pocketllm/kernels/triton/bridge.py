@@ -69,7 +69,8 @@ def parts_of(weights: Bridge) -> list[int]:
 
 @cache
 def _counter(device: torch.device, programs: int) -> Tensor:
-    """Where so many programs meet, one kernel after the other."""
+    """Where so many programs meet, one kernel after the other. Bridges on two streams at a time would wait for
+    multiprocessors that the other holds: there must be one stream."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
 
@@ -127,11 +128,11 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
         rows += [*_rows_of(paired), paired.codes, paired.scales]
     tiles, small_tiles = 0 if last else following.shape[0] // TILE, 2 if small else 0
     bridge_kernel[(programs,)](
-        *_rows_of(x), *planes, residual, weights.norm,
-        weights.norm if last else weights.next_norm, *rows, scratch(num_rows, hidden // TILE), outs, gated, downs, out,
-        out_small, _counter(device, programs), *ranks, rank, num_rows, tiles, small_tiles, weights.eps, weights.eps,
-        H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, GROUPS=GROUPS,
-        PARTS_OUT=parts[0], PARTS_INNER=parts[1], PARTS_DOWN=parts[2], RANKS=num_ranks, num_warps=warps,
-        launch_pdl=True,
+        *_rows_of(x), *planes, residual, weights.norm, weights.norm if last else weights.next_norm, *rows,
+        scratch(num_rows, hidden // TILE), outs, gated, downs, out, out_small,
+        _counter(device, programs), *ranks, rank, num_rows, tiles, small_tiles, weights.eps,
+        weights.eps, H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, GROUPS=GROUPS,
+        PARTS_OUT=parts[0], PARTS_INNER=parts[1], PARTS_DOWN=parts[2], RANKS=num_ranks,
+        num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return [downs] if last else [out, out_small] if small else [out]

@@ -30,86 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pocketllm.kernels.triton.gluon_pieces import (
-    launch_dependents,
-    meet,
-    meet_ranks,
-    publish,
-    store_pairs,
-    wait_for_kernels,
-)
+from pocketllm.kernels.triton.bridge_sums import add_and_norm, gate_times_up
+from pocketllm.kernels.triton.gluon_pieces import launch_dependents, meet, wait_for_kernels
 
 _TOGETHER = gl.constexpr(16)  # rows up to which registers hold the products of all groups of a unit
-
-
-@gluon.jit
-def add_and_norm(
-    parts, ranks, rank, residual, gain, codes, scales, squares, num_rows,
-    H: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, RANKS: gl.constexpr,
-):  # fmt: skip
-    """residual [M, H] += the sum of parts [PARTS, M, H]; pairs of it times gain [H]; squares [M, H / 128]: their sums.
-
-    A program takes groups of 128 columns of 8 rows. With RANKS > 1 the parts of all of them are added, rank by rank:
-    ranks = (addresses, flags) of a `parallel.Place`.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, WARPS // 4], [1, 0])
-    r = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-    c = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    groups: gl.constexpr = H // 128
-    if RANKS > 1:
-        meet_ranks(ranks[1], gl.program_id(0), rank, RANKS)
-    for item in range(gl.program_id(0), groups * ((num_rows + 7) // 8), gl.num_programs(0)):
-        group, row = item % groups, item // groups * 8 + r
-        real = row < num_rows
-        at = (row * H)[:, None] + (group * 128 + c)[None, :]
-        weight = gl.load(gain + group * 128 + c)
-        y = gl.load(residual + at, mask=real[:, None], other=0.0).to(gl.float32)
-        total = gl.zeros([8, 128], gl.float32, layout)
-        for each in gl.static_range(RANKS):
-            base = parts
-            if RANKS > 1:
-                base = gl.load(ranks[0] + each).to(gl.pointer_type(gl.float32))
-            of_rank = gl.zeros([8, 128], gl.float32, layout)
-            for part in gl.static_range(PARTS):
-                of_rank += gl.load(base + part * num_rows * H + at, mask=real[:, None], other=0.0)
-            total += of_rank
-        y = (y + total).to(residual.dtype.element_ty)
-        gl.store(residual + at, y, mask=real[:, None])
-        y = y.to(gl.float32)
-        gl.store(squares + row * groups + group, gl.sum(y * y, axis=1), mask=real)
-        store_pairs(codes, scales, y * weight[None, :], row, real, group, H, PAIRS, layout)
-    publish()
-
-
-@gluon.jit
-def _gate_and_up(parts, group, row, real, num_rows, I: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
-    c = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    at = parts + (row * (2 * I))[:, None] + (group * 128 + c)[None, :]
-    gate = gl.zeros([8, 128], gl.float32, layout)
-    up = gl.zeros([8, 128], gl.float32, layout)
-    for part in gl.static_range(PARTS):
-        gate += gl.load(at + part * num_rows * (2 * I), mask=real[:, None], other=0.0)
-        up += gl.load(at + part * num_rows * (2 * I) + I, mask=real[:, None], other=0.0)
-    return gate, up
-
-
-@gluon.jit
-def gate_times_up(
-    parts, codes, scales, num_rows, I: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr
-):
-    """parts [PARTS, M, 2 I] -> pairs of silu(gate) * up, [M, I]. A program takes two groups of 8 rows at a time."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, WARPS // 4], [1, 0])
-    r = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-    twos: gl.constexpr = (I // 128 + 1) // 2
-    for item in range(gl.program_id(0), twos * ((num_rows + 7) // 8), gl.num_programs(0)):
-        group, row = item % twos * 2, item // twos * 8 + r
-        real = row < num_rows
-        second = real & (group + 1 < I // 128)
-        gate0, up0 = _gate_and_up(parts, group, row, real, num_rows, I, PARTS, layout)
-        gate1, up1 = _gate_and_up(parts, group + 1, row, second, num_rows, I, PARTS, layout)
-        store_pairs(codes, scales, gate0 / (1.0 + gl.exp(-gate0)) * up0, row, real, group, I, PAIRS, layout)
-        store_pairs(codes, scales, gate1 / (1.0 + gl.exp(-gate1)) * up1, row, second, group + 1, I, PAIRS, layout)
-    publish()
 
 
 @gluon.jit
@@ -222,7 +146,8 @@ def _store_tile(sums, factors, out, tile, N, begun, stop, num_rows, ROWS: gl.con
 @gluon.jit
 def multiply(
     PRODUCT: gl.constexpr, rows, scales, out, squares, num_rows, eps, N, plan, w_smem, x_smem, scales_smem, full,
-    H: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    H: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
     """This program's units of a product. rows: descriptors of a `Paired`. PARTS 0: a tile has one program, and `out`
@@ -300,8 +225,8 @@ def multiply(
 def bridge_kernel(
     x, x_s, w_out, s_out, w_gate_up, s_gate_up, w_down, s_down, w_in, s_in, w_small, s_small, residual, gain1, gain2,
     normed, normed_s, normed_codes, normed_scales, inner, inner_s, inner_codes, inner_scales, squares, parts_out,
-    parts_inner, parts_down, out, out_small, counter, out_ranks, out_flags, down_ranks, down_flags, rank, num_rows, in_tiles,
-    small_tiles, eps1, eps2,
+    parts_inner, parts_down, out, out_small, counter, out_ranks, out_flags, down_ranks, down_flags, rank, num_rows,
+    in_tiles, small_tiles, eps1, eps2,
     H: gl.constexpr, A: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, PARTS_OUT: gl.constexpr, PARTS_INNER: gl.constexpr,
     PARTS_DOWN: gl.constexpr, RANKS: gl.constexpr,
@@ -352,8 +277,8 @@ def bridge_kernel(
     meet(counter, programs)
     gate_times_up(parts_inner, inner_codes, inner_scales, num_rows, I, PARTS_INNER, PAIRS, WARPS)
     meet(counter, programs)
-    multiply(2, (inner, inner_s), (s_down,), (parts_down,), None, num_rows, eps1, H, plan, w_smem, x_smem, scales_smem, full,
-             H, ROWS, WARPS, STAGES, PARTS_DOWN, SIZES)  # fmt: skip
+    multiply(2, (inner, inner_s), (s_down,), (parts_down,), None, num_rows, eps1, H, plan, w_smem, x_smem, scales_smem,
+             full, H, ROWS, WARPS, STAGES, PARTS_DOWN, SIZES)  # fmt: skip
     if tiles > 0:
         meet(counter, programs)
         add_and_norm(parts_down, (down_ranks, down_flags), rank, residual, gain2, normed_codes, normed_scales, squares,

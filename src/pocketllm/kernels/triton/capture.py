@@ -27,11 +27,9 @@ def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | N
     """As `Kernels.capture`: a CUDA graph. In the interpreter there is no device, and nothing to record."""
     if INTERPRETED:
         return run(), None
-    current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(current)
-    with torch.cuda.stream(side):  # compiles; and what libraries do at a first call must not be recorded
-        run()
-    current.wait_stream(side)
+    # Compiles; and what libraries do at a first call must not be recorded. On the current stream, as the replays: another
+    # engine's bridge beside one of ours would wait for multiprocessors that ours has, and ours for those that it has.
+    run()
     graph, pool = torch.cuda.CUDAGraph(), next((other.pool() for other in _graphs), None)
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device
         result = run()

@@ -187,6 +187,7 @@ def _steps(
         b, a = b[None], a[None]
     key_heads, heads, dk, dv = w.num_key_heads, w.num_value_heads, w.key_head_dim, w.value_head_dim
     journal_len, early = state.journal_x.shape[1], linear_table(qkv.device).early_for(num_tokens)
+    early = min(early, 2)  # with 3, `delta_step_kernel` could load a and b before the kernel that makes them has ended
     result: Activations
     scales: Tensor | None
     mixed = torch.empty(num_tokens, channels, dtype=torch.float32, device=qkv.device)

@@ -49,7 +49,8 @@ def conv_step_kernel(
     """One program per token and head of q, k, v: out [n * q_len, C] float32 are silu(conv(x)), q and k normalised.
 
     Decode moves the slot's tail on, verify writes the journal instead. Slots, weights and tails may be read while the
-    kernel before still runs: that one makes x, and all before it has ended.
+    kernel before still runs, and even the one before that (a bridge lets the next kernel start before it has waited itself):
+    these make x, and belong to other layers. Nothing earlier in the pass writes this layer's tails.
     """
     token, head = tl.program_id(0), tl.program_id(1)
     seq, j = token // q_len, token % q_len
@@ -107,7 +108,8 @@ def delta_step_kernel(
 
     qkv [n * q_len, C] float32 as `conv_step_kernel` leaves it; b, a [PARTS, n * q_len, HV]. out [n * q_len, HV * DV]; or
     with scales [HV, 2 padded_rows] (DV is 128 then), codes e4m3 [2 padded_rows, HV * DV]: `types.Paired`.
-    States, a and b may be read while that kernel still runs: it does not write them, and all before it has ended.
+    States, a and b may be read while that kernel still runs: it does not write them, and all before it has ended, as it
+    waits before it lets this one start (EARLY is 2 at most).
     """
     seq, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_ids + seq).to(tl.int64)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pocketllm.kernels.triton.linear_fp8 import fp8_product
-from pocketllm.kernels.triton.linear_kernels import embedding_kernel, merge_kernel, product_kernel
+from pocketllm.kernels.triton.linear_kernels import embedding_kernel, product_kernel, sum_splits_kernel
 from pocketllm.kernels.triton.linear_pieces import pieces_of, planes_of
 from pocketllm.kernels.triton.linear_tuning import LinearTable, ProductConfig, TileConfig, linear_table, product_config
 from pocketllm.kernels.triton.pairs import weight_pairs
@@ -147,7 +147,7 @@ def merge(part: Tensor, bias: Tensor | None, out: Tensor, gated: bool, early: in
     """part [splits, M, N], any float type -> out [M, N]: their sum in order plus bias; [M, N / 2] if gated."""
     splits, num_rows, n = part.shape
     block, warps = (256, 2) if num_rows <= SMALL_BATCH else (1024, 4)
-    merge_kernel[(-(-out.shape[1] // block), num_rows)](
+    sum_splits_kernel[(-(-out.shape[1] // block), num_rows)](
         part, bias, out, num_rows, n, SPLITS=splits, GATED=gated, BLOCK=block, EARLY=early, num_warps=warps,
         launch_pdl=early > 0,
     )  # fmt: skip

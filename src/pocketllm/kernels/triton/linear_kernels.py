@@ -138,7 +138,7 @@ def product_kernel(
     ONE_SCALE: the weight rows of a tile have the same scale. It is then read as one number: a scale for each row would be
     passed around among the threads at every step, and cost registers.
     Programs: (BLOCKS blocks of ROWS rows, tiles of BLOCK_N outputs, splits of K). If PARTIAL (never GATED), out is
-    [splits, num_rows, N] float32: sums over each split's share of the tiles along K, for `merge_kernel`.
+    [splits, num_rows, N] float32: sums over each split's share of the tiles along K, for `sum_splits_kernel`.
     """
     HALVES: tl.constexpr = 2 if GATED else 1
     split, splits = tl.program_id(2), tl.num_programs(2)
@@ -187,7 +187,7 @@ def sum_of_splits(at, stride, mask, SPLITS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def merge_kernel(
+def sum_splits_kernel(
     part, bias, out, num_rows, N, SPLITS: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
     """part [SPLITS, num_rows, N] -> their sum in order, with bias, and if GATED silu(first half) * second half, in out.
