@@ -3,6 +3,7 @@ kernel itself, which is made for Hopper, on a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ class Bridged:
         parts = step_by_step(weights, x, residual)
         if weights.next_norm is None:
             return [torch.stack((parts[0] / 2, parts[0] / 2))]
-        return parts
+        return [parts[0], *(torch.stack((part / 4, part * 3 / 4)) for part in parts[1:])]
 
 
 def step_by_step(weights: Bridge, x: Tensor, residual: Tensor) -> list[Tensor]:
@@ -132,11 +133,24 @@ def step_by_step(weights: Bridge, x: Tensor, residual: Tensor) -> list[Tensor]:
     return [reference.linear(h, weight) for weight in weights.next_in]
 
 
+def _told(operation: Callable[..., Any], readers: list[tuple[str, bool]]) -> Callable[..., Any]:
+    """The operation, which keeps its name and whether a bridge was said to read its result."""
+
+    def call(*args: Any) -> Any:
+        readers.append((operation.__name__, isinstance(args[-1], Bridge)))
+        return operation(*args)
+
+    return call
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 def test_the_model_goes_over_bridges(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same logits as step by step; of dense models, every block's end is a bridge."""
     options: dict[str, Any] = {"kernels": "reference", "kv_cache_dtype": "fp32", "max_draft_tokens": 2}
     plain, bridged = engine(kind, tmp_path / "a", **options), engine(kind, tmp_path / "b", **options)
+    readers: list[tuple[str, bool]] = []
+    for name in ("gated_delta_decode", "gated_delta_verify", "sigmoid_mul"):
+        monkeypatch.setattr(reference, name, _told(getattr(reference, name), readers))
     ops, model = Bridged(), bridged.runner.model
     monkeypatch.setattr(model, "_kernels", ops)
     slots = [plain.acquire_slot(), bridged.acquire_slot()]
@@ -144,6 +158,9 @@ def test_the_model_goes_over_bridges(kind: str, tmp_path: Path, monkeypatch: pyt
         wanted, got = (feed(e, {s: ids}, step)[s] for e, s in zip((plain, bridged), slots, strict=True))
         assert torch.allclose(got, wanted, atol=1e-5)
     assert ops.crossed == 3 * len(model.blocks)
+    told = [kind for kind, bridges in readers if bridges]
+    assert set(told) == ({"gated_delta_decode", "gated_delta_verify", "sigmoid_mul"} if kind == "qwen3_5" else set())
+    assert len(told) * 2 == len(readers)  # and of the plain engine, none
 
 
 def test_attention_adds_up_a_narrow_v(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

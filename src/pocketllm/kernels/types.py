@@ -107,7 +107,7 @@ class Paired:
         return self.num_rows, self.codes.shape[1]
 
 
-Activations = Tensor | Quantized | Paired  # what `Kernels.linear` takes; layers hand it on
+Activations = Tensor | Quantized | Paired  # what an operation gives its readers (see `kernels.protocol`)
 
 
 @dataclass(frozen=True, eq=False)

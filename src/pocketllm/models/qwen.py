@@ -144,10 +144,8 @@ class QwenModel:
             else:
                 mixed = mixer.mix(inputs, batch, next(state_layers), readers)
             if cross is not None:
-                inputs = cross(mixed, residual)
-                out = Summands(
-                    inputs[0], self._tp.place(FEED_FORWARD, len(residual))
-                )  # of the last block, if this is it
+                inputs = cross(mixed, residual)  # of the last block, its summands
+                out = Summands(inputs[0], self._tp.place(FEED_FORWARD, len(residual)))
             else:
                 inputs, out = None, mixer.out_proj(mixed)
                 out = block.feed_forward(block.post_norm.add(out, residual, block.feed_forward.readers))
