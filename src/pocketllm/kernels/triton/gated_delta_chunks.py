@@ -19,7 +19,7 @@ import triton.language as tl
 
 from pocketllm.kernels.triton.gated_delta_kernels import head_channels, head_scale, move_rows, softplus
 from pocketllm.kernels.triton.linear_kernels import wait_for_inputs
-from pocketllm.kernels.triton.numerics import INTERPRETED, inverse
+from pocketllm.kernels.triton.numerics import INTERPRETED, exp2, inverse
 from pocketllm.kernels.triton.softmax import find_sequence
 
 CHUNK = 64
@@ -32,14 +32,6 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
     if _INTERPRETED:  # it knows no product of bfloat16
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def _exp2(x):
-    """2^x; numbers below the normal ones become 0."""
-    if _INTERPRETED:
-        return tl.exp2(x)
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -121,7 +113,7 @@ def conv_kernel(
             y = window[t].to(tl.float32) * taps[0][None, :]
             for tap in tl.static_range(1, TAPS):
                 y += window[t + tap].to(tl.float32) * taps[tap][None, :]
-            y = y * inverse(1.0 + _exp2(-LOG2_E * y))
+            y = y * inverse(1.0 + exp2(-LOG2_E * y))
             if head < 2 * HK:
                 y = y * head_scale(tl.sum(y * y, axis=1), head, HK, DK)[:, None]
             keep = (token + t < length)[:, None] & inside
@@ -198,7 +190,7 @@ def chunk_kernel(
         place = head.to(tl.int64) * num_tokens + rows
         tl.store(decays + place, total, mask=real)
         tile = place[:, None] * CHUNK + r[None, :]
-        ratio = _exp2(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
+        ratio = exp2(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], float("-inf")))
         score = _dot(q, tl.trans(k), nothing, PRECISION) * ratio
         tl.store(scores + tile, score.to(scores.dtype.element_ty), mask=real[:, None])
         lower = _dot(k, tl.trans(k), nothing, PRECISION) * ratio * -beta[:, None]
@@ -244,7 +236,7 @@ def scan_kernel(
         total = _by_token(decays + here + r, real)
         # A step ahead, as its latency would be waited for.
         next_last = tl.load(decays + tl.minimum(there + CHUNK, end) - 1)
-        grown, fade = _exp2(total), _exp2(last - total)
+        grown, fade = exp2(total), exp2(last - total)
         nothing = tl.zeros([BLOCK_V, CHUNK], tl.float32)
         # First a product without the state: until it is done, the state's own product of the last step may go on.
         written = _dot(tl.trans(value), tl.trans(solve), nothing, PRECISION)
@@ -255,7 +247,7 @@ def scan_kernel(
         written = _dot(known, tl.trans(solve), written, PRECISION)
         o = _dot(written.to(q.dtype), tl.trans(score), o, PRECISION)
         kept = (written * fade[None, :]).to(q.dtype)
-        state = _dot(kept, k, state * _exp2(last), PRECISION)
+        state = _dot(kept, k, state * exp2(last), PRECISION)
         tl.store(
             out + (row * HV + head) * DV + in_out, tl.trans(o).to(out.dtype.element_ty), mask=real[:, None] & v_inside
         )
