@@ -154,17 +154,18 @@ def prefill_families(engine: Engine, item: SlotTokens) -> dict[str, float]:
 def by_early_launch(engine: Engine, items: list[SlotTokens]) -> dict[int, float]:
     """Microseconds of the decode pass with each setting of early launch (see `linear_tuning.LinearTable`)."""
     table = linear_table(engine.device)
-    chosen, found = (table.early, table.early_rows), {}
+    chosen, found = (table.early, table.early_rows, table.early_product_rows), {}
     for early in (0, 1, 2, 3):
-        _set_early(table, early, SMALL_BATCH)
+        _set_early(table, early, SMALL_BATCH, SMALL_BATCH)
         found[early] = round(graph_us(engine, items), 1)
     _set_early(table, *chosen)
     return found
 
 
-def _set_early(table: LinearTable, early: int, rows: int) -> None:
+def _set_early(table: LinearTable, early: int, rows: int, product_rows: int) -> None:
     object.__setattr__(table, "early", early)
     object.__setattr__(table, "early_rows", rows)
+    object.__setattr__(table, "early_product_rows", product_rows)
 
 
 def main() -> None:

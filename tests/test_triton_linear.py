@@ -345,5 +345,6 @@ def test_narrow_weights_are_split_and_wide_ones_are_not() -> None:
 
 
 def test_kernels_start_early_up_to_a_number_of_rows() -> None:
-    table = replace(TABLE, early=2, early_rows=8)
-    assert [table.early_for(rows) for rows in (1, 8, 9, 64)] == [2, 2, 0, 0]
+    table = replace(TABLE, early=2, early_rows=32, early_product_rows=8)
+    assert [table.early_for(rows) for rows in (1, 8, 9, 32, 33)] == [2, 2, 2, 2, 0]
+    assert [table.early_for_product(rows) for rows in (1, 8, 9, 64)] == [2, 2, 0, 0]

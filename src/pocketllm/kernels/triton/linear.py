@@ -114,7 +114,7 @@ def few_rows_with(
         _launch_few(x, weight, weight.bias, out, config, gated, table)
         return out
     part = _partial_sums(config, table, x, weight, partial(torch.empty, dtype=torch.float32, device=x.device))
-    return merge(part, weight.bias, out, gated, table.early_for(len(x)))
+    return merge(part, weight.bias, out, gated, table.early_for_product(len(x)))
 
 
 def _partial_sums(config: ProductConfig, table: LinearTable, x: Tensor, weight: LinearWeight, memory: Memory) -> Tensor:
@@ -189,7 +189,7 @@ def _launch(
     table: LinearTable,
 ) -> None:
     pieces, (n, k) = pieces_of(weight), weight.shape
-    columns, early = -(-n // (2 if gated else 1) // config.block_n), table.early_for(len(x))
+    columns, early = -(-n // (2 if gated else 1) // config.block_n), table.early_for_product(len(x))
     one_scale = 128 % config.block_n == 0 and (not gated or n % 256 == 0)  # a half starts where a scale does
     product_kernel[(-(-len(x) // (rows * blocks)), columns, config.splits)](
         x, planes_of(weight), bias, out, len(x), n, k,

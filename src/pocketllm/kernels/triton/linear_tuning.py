@@ -64,7 +64,8 @@ class LinearTable:
     early       when a kernel lets the next one start (programmatic dependent launch, from Hopper on): 0 once it has ended,
                 1 once its sums are complete, 2 once it runs and has its input, 3 once it runs. Then the next one's
                 programs are there when this one ends, and have asked for what does not depend on it
-    early_rows  rows of a pass up to which it does: with more, programs that wait take room from those that run
+    early_rows  rows of a pass up to which it does; early_product_rows: of a product's, whose many programs, if they wait,
+                take room from those that run
     library     let the library multiply e4m3 by e4m3 (else `fp8_tile`); it can on Hopper only
     bridge      go from mixer to mixer in one kernel (Hopper only)
     programs    programs a multiprocessor should get; splits are added until there are that many
@@ -75,6 +76,7 @@ class LinearTable:
 
     early: int
     early_rows: int
+    early_product_rows: int
     library: bool
     bridge: bool
     programs: int
@@ -86,6 +88,10 @@ class LinearTable:
     def early_for(self, num_rows: int) -> int:
         """`early`, of a pass of so many rows."""
         return self.early if num_rows <= self.early_rows else 0
+
+    def early_for_product(self, num_rows: int) -> int:
+        """The same of a product."""
+        return self.early_for(num_rows) if num_rows <= self.early_product_rows else 0
 
 
 def _product_config(sizes: dict[str, Any]) -> ProductConfig:
@@ -102,6 +108,7 @@ def parse(entry: dict[str, Any]) -> LinearTable:
     return LinearTable(
         early=entry["early"],
         early_rows=entry["early_rows"],
+        early_product_rows=entry["early_product_rows"],
         library=entry["library"],
         bridge=entry["bridge"],
         programs=entry["programs"],
