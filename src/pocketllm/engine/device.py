@@ -30,6 +30,13 @@ def pick_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
     return torch.device("cuda", first + rank)
 
 
+def of_one_kind(device: torch.device, rank: int, num_ranks: int) -> bool:
+    """Whether the GPUs of all ranks are the same model, of which `device` is that of `rank` (see `pick_device`)."""
+    first = (device.index or 0) - rank
+    found = [torch.cuda.get_device_properties(i) for i in range(first, first + num_ranks)]
+    return len({(gpu.name, gpu.multi_processor_count) for gpu in found}) == 1
+
+
 def available_memory(device: torch.device, num_ranks: int = 1) -> int | None:
     """Bytes a rank may plan with; None where the system does not say."""
     if device.type == "cuda":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from pocketllm.engine.device import available_memory, limit_memory, pick_device
+from pocketllm.engine.device import available_memory, limit_memory, of_one_kind, pick_device
 from pocketllm.engine.lead import LeadRunner, Ranks
 from pocketllm.engine.memory_advice import check_fits
 from pocketllm.engine.memory_plan import MemoryPlan, compute_dtype, gib, plan_memory
@@ -59,10 +60,17 @@ class RankBuilder:
             policy = Policy.of(options, compute_dtype(options, self.device.type), self.kernels)
             source = self.checkpoint.open_source(policy, self.device, options.seed)
             if self.device.type == "cuda" and self.kernels.meets_ranks:
-                tp.open_places(place_nbytes(config.hidden_size))
+                self._open_places(tp)
             return ModelRunner(config, options, plan, source, self.kernels, self.device, tp)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise MemoryPlanError(f"the device had less memory than the planned {gib(plan.total)}: {error}") from error
+
+    def _open_places(self, tp: TensorParallel) -> None:
+        """For ranks on GPUs of one kind: how a kernel splits its sums, others of it read, depends on the GPU."""
+        if of_one_kind(self.device, tp.rank, tp.size):
+            tp.open_places(place_nbytes(self.checkpoint.config.hidden_size))
+        elif tp.rank == 0:
+            print("the ranks' GPUs differ: sums over the ranks go through NCCL, which is slower", file=sys.stderr)
 
 
 Launch = Callable[[Checkpoint, EngineOptions, torch.device], Ranks]  # rank 0's device
