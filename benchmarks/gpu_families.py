@@ -155,7 +155,7 @@ def by_early_launch(engine: Engine, items: list[SlotTokens]) -> dict[int, float]
     """Microseconds of the decode pass with each setting of early launch (see `linear_tuning.LinearTable`)."""
     table = linear_table(engine.device)
     chosen, found = (table.early, table.early_rows, table.early_product_rows), {}
-    for early in (0, 1, 2, 3):
+    for early in (0, 1, 2):
         _set_early(table, early, SMALL_BATCH, SMALL_BATCH)
         found[early] = round(graph_us(engine, items), 1)
     _set_early(table, *chosen)

@@ -168,7 +168,8 @@ def variants() -> list[Variant]:
         [own, *(c for c in all_ if c != own)] for own, all_ in zip(first, (CONVS, SOLVES, SCANS), strict=True)
     ]
     count = max(map(len, columns))
-    return [tuple(c[i] if i < len(c) else c[0] for c in columns) for i in range(count)]  # type: ignore[misc]
+    convs, solves, scans = ([c[i] if i < len(c) else c[0] for i in range(count)] for c in columns)
+    return list(zip(convs, solves, scans, strict=True))
 
 
 def compile_in_worker(variant: Variant) -> str:

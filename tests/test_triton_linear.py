@@ -31,6 +31,7 @@ from pocketllm.kernels.triton.linear_tuning import (
 from pocketllm.kernels.triton.quantize import quantize, takes_codes
 from pocketllm.kernels.types import Activations, LinearWeight, Quantized
 from pocketllm.weights.formats import FORMATS, Fp8Block, encode
+from poison import poison_empty
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -47,14 +48,7 @@ every_format = pytest.mark.parametrize("name", FORMATS)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that nobody wrote to is NaN. The same random numbers in every run."""
     torch.manual_seed(0)
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        out = empty(*args, **kwargs)
-        out.view(torch.uint8).fill_(0xFF)
-        return out
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison_empty(monkeypatch)
 
 
 def make(name: str, n: int, k: int, *, bias: bool = False) -> LinearWeight:

@@ -27,6 +27,7 @@ from pocketllm.kernels.triton.quantize import quantize
 from pocketllm.kernels.types import Activations, LinearWeight, Quantized
 from pocketllm.parallel import Summands
 from pocketllm.weights.formats import FORMATS, encode
+from poison import poison_empty
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -49,14 +50,7 @@ def _fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(interpreter, "_convert_float", converted)
     torch.manual_seed(0)
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        out = empty(*args, **kwargs)
-        out.view(torch.uint8).fill_(0xFF)
-        return out
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poison_empty(monkeypatch)
 
 
 def weight(name: str, n: int, k: int) -> LinearWeight:

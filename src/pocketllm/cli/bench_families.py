@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from pocketllm.kernels.protocol import Kernels
@@ -83,5 +82,5 @@ def record_kernels(step: Callable[[], object], steps: int, device: torch.device)
     return [
         (event.name, event.time_range.start, event.time_range.elapsed_us())
         for event in recorded.events() or ()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation  # calls of the host are listed too
+        if event.device_type.name == "CUDA" and not event.is_user_annotation  # calls of the host are listed too
     ]

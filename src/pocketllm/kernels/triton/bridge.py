@@ -19,7 +19,7 @@ from pocketllm.parallel import MOST_PARTS, SMALL_BATCH, Place
 TILE = 128  # outputs of a product's tiles
 GROUPS = 2  # groups of 128 columns that a program takes at a time
 UNIT = 128 * GROUPS  # columns
-MOST_HIDDEN = 16384
+MOST_HIDDEN = 16384  # a program adds up the squares of all groups of a row at once
 SIZES = {8: (4, 4), 16: (4, 4), 32: (4, 3), 64: (8, 2)}  # rows: (warps, units in flight)
 
 
@@ -131,7 +131,7 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
         *_rows_of(x), *planes, residual, weights.norm, weights.norm if last else weights.next_norm, *rows,
         scratch(num_rows, hidden // TILE), outs, gated, downs, out, out_small,
         _counter(device, programs), *ranks, rank, num_rows, tiles, small_tiles, weights.eps,
-        weights.eps, H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, GROUPS=GROUPS,
+        H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, GROUPS=GROUPS,
         PARTS_OUT=parts[0], PARTS_INNER=parts[1], PARTS_DOWN=parts[2], RANKS=num_ranks,
         num_warps=warps, launch_pdl=True,
     )  # fmt: skip

@@ -226,7 +226,7 @@ def bridge_kernel(
     x, x_s, w_out, s_out, w_gate_up, s_gate_up, w_down, s_down, w_in, s_in, w_small, s_small, residual, gain1, gain2,
     normed, normed_s, normed_codes, normed_scales, inner, inner_s, inner_codes, inner_scales, squares, parts_out,
     parts_inner, parts_down, out, out_small, counter, out_ranks, out_flags, down_ranks, down_flags, rank, num_rows,
-    in_tiles, small_tiles, eps1, eps2,
+    in_tiles, small_tiles, eps,
     H: gl.constexpr, A: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, PARTS_OUT: gl.constexpr, PARTS_INNER: gl.constexpr,
     PARTS_DOWN: gl.constexpr, RANKS: gl.constexpr,
@@ -266,23 +266,23 @@ def bridge_kernel(
         mbarrier.expect(full.index(s), NBYTES, s < end3)
         _fetch_weight(0, s, s, plan, w_smem, full, SIZES)
     wait_for_kernels()
-    multiply(0, (x, x_s), (s_out,), (parts_out,), None, num_rows, eps1, H, plan, w_smem, x_smem, scales_smem, full,
+    multiply(0, (x, x_s), (s_out,), (parts_out,), None, num_rows, eps, H, plan, w_smem, x_smem, scales_smem, full,
              H, ROWS, WARPS, STAGES, PARTS_OUT, SIZES)  # fmt: skip
     meet(counter, programs)
     add_and_norm(parts_out, (out_ranks, out_flags), rank, residual, gain1, normed_codes, normed_scales, squares, num_rows,
                  H, PARTS_OUT, PAIRS, WARPS, RANKS)  # fmt: skip
     meet(counter, programs)
-    multiply(1, (normed, normed_s), (s_gate_up,), (parts_inner,), squares, num_rows, eps1, 2 * I, plan, w_smem, x_smem,
+    multiply(1, (normed, normed_s), (s_gate_up,), (parts_inner,), squares, num_rows, eps, 2 * I, plan, w_smem, x_smem,
              scales_smem, full, H, ROWS, WARPS, STAGES, PARTS_INNER, SIZES)  # fmt: skip
     meet(counter, programs)
     gate_times_up(parts_inner, inner_codes, inner_scales, num_rows, I, PARTS_INNER, PAIRS, WARPS)
     meet(counter, programs)
-    multiply(2, (inner, inner_s), (s_down,), (parts_down,), None, num_rows, eps1, H, plan, w_smem, x_smem, scales_smem,
+    multiply(2, (inner, inner_s), (s_down,), (parts_down,), None, num_rows, eps, H, plan, w_smem, x_smem, scales_smem,
              full, H, ROWS, WARPS, STAGES, PARTS_DOWN, SIZES)  # fmt: skip
     if tiles > 0:
         meet(counter, programs)
         add_and_norm(parts_down, (down_ranks, down_flags), rank, residual, gain2, normed_codes, normed_scales, squares,
                      num_rows, H, PARTS_DOWN, PAIRS, WARPS, RANKS)  # fmt: skip
         meet(counter, programs)
-        multiply(3, (normed, normed_s), (s_in, s_small), (out, out_small), squares, num_rows, eps2, tiles * 128, plan,
+        multiply(3, (normed, normed_s), (s_in, s_small), (out, out_small), squares, num_rows, eps, tiles * 128, plan,
                  w_smem, x_smem, scales_smem, full, H, ROWS, WARPS, STAGES, 0, SIZES)  # fmt: skip

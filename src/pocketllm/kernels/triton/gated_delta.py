@@ -110,7 +110,7 @@ def gated_delta_prefill(
         HV=heads, DK=dk, DV=dv, C=channels, DKP=dkp, BLOCK_V=columns, CHUNK=CHUNK, PRECISION=precision,
         num_warps=scan.warps, num_stages=1 if exact else scan.stages,
     )  # fmt: skip
-    _gated_norm(out, z, w, out, rows=NORM_ROWS, warps=4)
+    _gated_norm(out, z, w)
     return out
 
 
@@ -187,7 +187,6 @@ def _steps(
         b, a = b[None], a[None]
     key_heads, heads, dk, dv = w.num_key_heads, w.num_value_heads, w.key_head_dim, w.value_head_dim
     journal_len, early = state.journal_x.shape[1], linear_table(qkv.device).early_for(num_tokens)
-    early = min(early, 2)  # with 3, `delta_step_kernel` could load a and b before the kernel that makes them has ended
     result: Activations
     scales: Tensor | None
     mixed = torch.empty(num_tokens, channels, dtype=torch.float32, device=qkv.device)
@@ -212,11 +211,11 @@ def _steps(
     return result
 
 
-def _gated_norm(raw: Tensor, z: Tensor, w: GatedDeltaWeights, out: Tensor, *, rows: int, warps: int) -> None:
-    """raw [T, HV * DV] -> out, which may be the same tensor. rows: heads of tokens that a program takes."""
+def _gated_norm(raw: Tensor, z: Tensor, w: GatedDeltaWeights) -> None:
+    """Of raw [T, HV * DV], in place."""
     heads, dv, early = w.num_value_heads, w.value_head_dim, linear_table(z.device).early_for(len(raw))
     num_rows = len(raw) * heads
-    gated_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        raw, z, z.stride(0), w.norm, out, num_rows, w.eps, HV=heads, DV=dv, DVP=_padded(dv), ROWS=rows, EARLY=early,
-        num_warps=warps, launch_pdl=early > 0,
+    gated_norm_kernel[(triton.cdiv(num_rows, NORM_ROWS),)](
+        raw, z, z.stride(0), w.norm, raw, num_rows, w.eps, HV=heads, DV=dv, DVP=_padded(dv), ROWS=NORM_ROWS, EARLY=early,
+        num_warps=4, launch_pdl=early > 0,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from pocketllm.kernels.triton.linear_fp8 import fp8_product
 from pocketllm.kernels.triton.linear_kernels import embedding_kernel, product_kernel, sum_splits_kernel
 from pocketllm.kernels.triton.linear_pieces import pieces_of, planes_of
 from pocketllm.kernels.triton.linear_tuning import LinearTable, ProductConfig, TileConfig, linear_table, product_config
-from pocketllm.kernels.triton.pairs import weight_pairs
+from pocketllm.kernels.triton.pairs import GROUP, weight_pairs
 from pocketllm.kernels.triton.quantize import quantize, takes_codes
 from pocketllm.kernels.triton.rowwise import silu_mul
 from pocketllm.kernels.triton.tuning import multiprocessors
@@ -45,7 +45,7 @@ def pack_weight(weight: LinearWeight) -> LinearWeight:
     matrix = weight.tensors[0]
     if not all(t.is_contiguous() for t in weight.tensors):
         weight = replace(weight, tensors=tuple(t.contiguous() for t in weight.tensors))
-    narrow = 1 < weight.shape[0] <= NARROW and weight.shape[1] % NARROW == 0 and matrix.dtype == torch.bfloat16
+    narrow = 1 < weight.shape[0] <= NARROW and weight.shape[1] % GROUP == 0 and matrix.dtype == torch.bfloat16
     if narrow and weight.bias is None and linear_table(matrix.device).bridge:
         weight = replace(weight, pairs=weight_pairs(matrix))
     return weight

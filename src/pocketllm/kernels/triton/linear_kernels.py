@@ -31,14 +31,11 @@ from pocketllm.kernels.triton.numerics import dot
 def wait_for_inputs(EARLY: tl.constexpr, WHEN: tl.constexpr):
     """With EARLY > 0 a kernel starts while the one before still runs: what kernels write must not be touched before this.
 
-    Where EARLY >= WHEN, the kernel after this one may start as soon as all programs of this one have come here, and with 3
-    as soon as they run.
+    Where EARLY >= WHEN, the kernel after this one may start as soon as all programs of this one have come here.
     """
-    if EARLY >= 3:
-        gdc_launch_dependents()
     if EARLY > 0:
         gdc_wait()
-    if EARLY >= WHEN and EARLY < 3:
+    if EARLY >= WHEN:
         gdc_launch_dependents()
 
 

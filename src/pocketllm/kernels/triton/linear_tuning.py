@@ -62,8 +62,8 @@ class LinearTable:
     """What a device's file says.
 
     early       when a kernel lets the next one start (programmatic dependent launch, from Hopper on): 0 once it has ended,
-                1 once its sums are complete, 2 once it runs and has its input, 3 once it runs. Then the next one's
-                programs are there when this one ends, and have asked for what does not depend on it
+                1 once its sums are complete, 2 once it runs and has its input. Then the next one's programs are there
+                when this one ends, and have asked for what does not depend on it
     early_rows  rows of a pass up to which it does; early_product_rows: of a product's, whose many programs, if they wait,
                 take room from those that run
     library     let the library multiply e4m3 by e4m3 (else `fp8_tile`); it can on Hopper only
