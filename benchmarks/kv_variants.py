@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pocketllm.cache.formats import KV_FORMATS, KVFormat
+from pocketllm.cache.formats import KV_FORMATS, KVFormat, grouped_v4
+from pocketllm.cache.formats.cubic_levels import levels
 from pocketllm.cache.formats.int8_per_token_head import encode_int8
 from pocketllm.cache.formats.rotation import rotate, rotate_back
+from pocketllm.cache.formats.turboquant_k8v4 import encode_v4
 from pocketllm.kernels.types import PlaneSpec
 from pocketllm.kv_eval import KVEval
 from pocketllm.options import EngineOptions
@@ -194,12 +196,23 @@ class V16(Variant):
         return rotate_back(k.float() * scale), v.float()
 
 
+class OneScale(Variant):
+    """K8V4 as it is in heads of more than 64, in all: one scale a row, the unbiased one."""
+
+    def encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        codes, scale = encode_int8(rotate(k))
+        packed, v_scale = encode_v4(rotate(v))
+        return codes, packed, scale, v_scale
+
+
 def variants() -> dict[str, KVFormat]:
     even, lloyd = cubic(0.0), lloyd_max()
+    near = tuple(-start for start in grouped_v4.STARTS)
     two, search = (1.0, -0.95), (0.75, 0.85, 1.0, 1.15, -0.85, -1.0)
     found: list[KVFormat] = [
         V16("v16", even),
         KV_FORMATS[CURRENT],
+        OneScale("one scale", levels()),
         Variant("cubic .0035", cubic(0.0035)),
         Variant("cubic .0055", cubic(0.0055)),
         Variant("cubic .0075", cubic(0.0075)),
@@ -224,6 +237,8 @@ def variants() -> dict[str, KVFormat]:
         Variant("g16 even e5m3, largest", even, group=16, scale=E5M3, starts=(-1.0,), fits=1),
         Variant("g16 even e5m3", even, group=16, scale=E5M3, starts=two, fits=1),
         Variant("g16 even e5m3, not rotated", even, group=16, scale=E5M3, starts=two, fits=1, rotated=False),
+        Variant("g16 cubic .0075 e5m3", levels(), group=16, scale=E5M3, starts=near, fits=1),
+        Variant("g16 cubic .0075 fp32", levels(), group=16, starts=near, fits=1),
         Variant("g16 min-max fp16", even, group=16, affine=True, scale=F16),
     ]
     return {fmt.name: fmt for fmt in found}

@@ -187,6 +187,8 @@ def test_append_stores_what_the_format_defines(world: World) -> None:
     for name in searched:
         got_scale, want_scale = found[f"{name}_scale"]
         alike = torch.isclose(got_scale, want_scale, rtol=1e-6, atol=0, equal_nan=True).squeeze(-1)
+        if got_scale.dtype == torch.int32:  # a word of several scales
+            alike = (got_scale == want_scale).squeeze(-1)
         assert (~alike).float().mean() < 2e-3
         got, want = (plane.view(torch.uint8)[alike].int() for plane in found[name])
         if world.case.kv_format.name == "fp8":

@@ -1,15 +1,13 @@
-"""TurboQuant K8V4: K in 8 bits, V in 4 bits, both after the randomised Hadamard rotation, one scale each per token-head.
+"""TurboQuant K8V4: K in 8 bits, V in 4 bits, both after the randomised Hadamard rotation.
 
 After the rotation a head's values are close to Gaussian whatever the model did (TurboQuant, arXiv 2504.19874), so V's 16
-levels can be fixed in advance: code q stands for scale * level(q - 7.5) with level(x) = x + CUBIC x^3. The cubic follows
-the Lloyd-Max quantiser of a Gaussian closely and is computed in two multiply-adds, where a table would need a gather per
-value. A row's codes are the nearest ones for a least-squares scale, from the better of two starts: one fits a Gaussian of
+levels can be fixed in advance: see `cubic_levels`. K has a scale per token-head; so has V in heads of more than 64, here.
+In smaller ones, the same 4 bytes hold a scale for every 16 values of V: see `grouped_v4`.
+
+A row's codes are the nearest ones for a least-squares scale, from the better of two starts: one fits a Gaussian of
 the row's size, one puts the row's largest value on the outermost level. The scale stored with them is a little larger:
 that which makes x . decode(x) = |x|^2. A least-squares fit is always shorter than x, and where attention averages the
 errors of many tokens away, that bias is what stays. docs/kv-quality.md compares the alternatives.
-
-Two codes share a byte in planar halves: the low nibble of byte j is element j, the high nibble element j + D/2, so both
-halves unpack to contiguous vectors.
 """
 
 from __future__ import annotations
@@ -22,6 +20,25 @@ import torch
 from torch import Tensor
 
 from pocketllm.cache.formats.base import KVFormat
+from pocketllm.cache.formats.cubic_levels import (
+    CUBIC,
+    TINY,
+    fit,
+    levels,
+    nearest,
+    numba_levels,
+    numba_load,
+    numba_pack,
+    pack,
+    unpack,
+)
+from pocketllm.cache.formats.grouped_v4 import (
+    decode_groups,
+    encode_groups,
+    is_grouped,
+    numba_encode_groups,
+    with_groups,
+)
 from pocketllm.cache.formats.int8_per_token_head import encode_int8, numba_int8
 from pocketllm.cache.formats.rotation import rotate, rotate_back, signs
 from pocketllm.kernels.types import PlaneSpec
@@ -30,66 +47,36 @@ if TYPE_CHECKING:
     from pocketllm.kernels.numba.format_pieces import FormatPieces
     from pocketllm.kernels.triton.pieces import TritonPieces
 
-CUBIC = 1 / 133.375  # its inverse is an fp16 number, which GPU kernels use
-
-
-_TINY = 1e-12
-
-
-def levels() -> Tensor:
-    """The 16 levels [16] float32, ascending, before the scale."""
-    x = torch.arange(16, dtype=torch.float32) - 7.5
-    return x + CUBIC * x**3
-
-
 LEVELS_RMS = 4.0  # first start of the scale search: a Gaussian of this RMS
 LARGEST = 0.95  # second start: the largest value over the outermost level, times this
+OUTERMOST = LARGEST / (7.5 + CUBIC * 7.5**3)
 
 
 def encode_v4(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., D], already rotated -> packed codes uint8 [..., D/2] and scale [..., 1] float32."""
-    table = levels().to(x.device)
-    midpoints = (table[1:] + table[:-1]) / 2
-
-    def fit(scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the codes nearest for `scale`: their best scale, and the part of |x|^2 it explains."""
-        level = table[torch.bucketize(x / scale, midpoints)]
-        product, square = (x * level).sum(-1, keepdim=True), level.square().sum(-1, keepdim=True)
-        return (product / square).clamp_min(_TINY), product.square() / square
-
-    size = x.square().mean(-1, keepdim=True).sqrt().clamp_min(_TINY) / LEVELS_RMS
-    outermost = x.abs().amax(-1, keepdim=True).clamp_min(_TINY) * (LARGEST / table[-1])
-    (scale, explained), (other, other_explained) = fit(size), fit(outermost)
-    scale = torch.where(other_explained > explained, other, scale)
-    codes = torch.bucketize(x / scale, midpoints)
-    product = (x * table[codes]).sum(-1, keepdim=True).clamp_min(_TINY)
-    scale = (x.square().sum(-1, keepdim=True) / product).clamp_min(_TINY)
-    low, high = codes.to(torch.uint8).chunk(2, dim=-1)
-    return low | high << 4, scale
+    size = x.square().mean(-1, keepdim=True).sqrt().clamp_min(TINY) / LEVELS_RMS
+    outermost = x.abs().amax(-1, keepdim=True).clamp_min(TINY) * OUTERMOST
+    (scale, explained), (other, other_explained) = fit(x, size), fit(x, outermost)
+    codes = nearest(x / torch.where(other_explained > explained, other, scale))
+    product = (x * levels().to(x.device)[codes]).sum(-1, keepdim=True).clamp_min(TINY)
+    return pack(codes), (x.square().sum(-1, keepdim=True) / product).clamp_min(TINY)
 
 
-def numba_v4(head_dim: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(encode, load) of V's codes for Numba kernels.
+def numba_encode(head_dim: int) -> Callable[..., Any]:
+    """Encodes V for Numba kernels.
 
     Sums run in another order than torch's, so the scale may differ from `encode_v4`'s in its last bits, and a value that
     stands at a midpoint between two levels may get the other one.
     """
-    from pocketllm.kernels.numba.format_simd import (
-        count_below,
-        load_high_nibbles,
-        load_low_nibbles,
-        load_nibbles,
-        look_up,
-        store_nibbles,
-    )
+    from numba.extending import register_jitable
+
+    from pocketllm.kernels.numba.format_simd import count_below, look_up
     from pocketllm.kernels.numba.simd import fma, load_f32x16, splat, store_f32, store_f32x16
     from pocketllm.kernels.numba.vector_math import divide, larger, max_lanes, sum_lanes
 
-    half = head_dim // 2
-    values = levels()
-    table = tuple(np.float32(x) for x in values.tolist())
-    midpoints = tuple(np.float32(x) for x in ((values[1:] + values[:-1]) / 2).tolist())
-    tiny, largest = np.float32(_TINY), np.float32(LARGEST / values[-1].item())
+    table, midpoints = numba_levels()
+    pack_codes = register_jitable(numba_pack(head_dim))
+    tiny, largest = np.float32(TINY), np.float32(OUTERMOST)
 
     def encode(x, packed, scale_at):  # type: ignore[no-untyped-def]
         squares, extreme = splat(0.0), splat(0.0)
@@ -124,20 +111,9 @@ def numba_v4(head_dim: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         product = sum_lanes(products)
         scale = whole / (tiny if product < tiny else product)
         store_f32(scale_at, tiny if scale < tiny else scale)
-        for i in range(0, half, 8):
-            store_nibbles(packed + i, load_f32x16(x + i * 4), load_f32x16(x + (half + i) * 4))
+        pack_codes(x, packed)
 
-    def load_whole(codes, i):  # type: ignore[no-untyped-def]
-        if i < half:
-            return load_low_nibbles(codes + i, table)
-        return load_high_nibbles(codes + i - half, table)
-
-    def load_parts(codes, i):  # type: ignore[no-untyped-def]
-        first, first_shift = (codes + i, 0) if i < half else (codes + i - half, 4)
-        second, second_shift = (codes + i + 8, 0) if i + 8 < half else (codes + i + 8 - half, 4)
-        return load_nibbles(first, first_shift, second, second_shift, table)
-
-    return encode, load_whole if half % 16 == 0 else load_parts
+    return encode
 
 
 class TurboQuantK8V4(KVFormat):
@@ -151,30 +127,36 @@ class TurboQuantK8V4(KVFormat):
             PlaneSpec("k", head_dim, torch.int8),
             PlaneSpec("v", head_dim // 2, torch.uint8),
             PlaneSpec("k_scale", 1, torch.float32),
-            PlaneSpec("v_scale", 1, torch.float32),
+            PlaneSpec("v_scale", 1, torch.int32 if is_grouped(head_dim) else torch.float32),
         )
 
     def encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         k_codes, k_scale = encode_int8(rotate(k))
-        v_codes, v_scale = encode_v4(rotate(v))
+        v_codes, v_scale = (encode_groups if is_grouped(v.shape[-1]) else encode_v4)(rotate(v))
         return k_codes, v_codes, k_scale, v_scale
 
     def decode(self, planes: Sequence[Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
         k, v, k_scale, v_scale = planes
-        codes = torch.cat((v & 15, v >> 4), dim=-1)  # [..., D]
-        return rotate_back(k.float() * k_scale), rotate_back(levels().to(v.device)[codes.long()] * v_scale)
+        values = decode_groups(v, v_scale) if is_grouped(head_dim) else levels().to(v.device)[unpack(v)] * v_scale
+        return rotate_back(k.float() * k_scale), rotate_back(values)
 
     def numba_pieces(self, head_dim: int) -> FormatPieces:
         from pocketllm.kernels.numba.format_pieces import scaled_pieces
 
-        (encode_k, load_k), (encode_v, load_v) = numba_int8(head_dim), numba_v4(head_dim)
-        sizes = tuple(p.nbytes for p in self.planes(head_dim))
-        return scaled_pieces(self.name, head_dim, sizes, signs(head_dim), (encode_k, encode_v), (load_k, load_v))
+        grouped, sizes = is_grouped(head_dim), tuple(p.nbytes for p in self.planes(head_dim))
+        (encode_k, load_k), load_v = numba_int8(head_dim), numba_load(head_dim)
+        encode = (encode_k, numba_encode_groups(head_dim) if grouped else numba_encode(head_dim))
+        pieces = scaled_pieces(self.name, head_dim, sizes, signs(head_dim), encode, (load_k, load_v))
+        return with_groups(pieces, load_v) if grouped else pieces
 
     def triton_pieces(self, head_dim: int) -> TritonPieces:
-        from pocketllm.cache.formats.triton.turboquant_k8v4 import pieces
+        if is_grouped(head_dim):
+            from pocketllm.cache.formats.triton import grouped_v4
 
-        return pieces(head_dim)
+            return grouped_v4.pieces(head_dim)
+        from pocketllm.cache.formats.triton import turboquant_k8v4
+
+        return turboquant_k8v4.pieces(head_dim)
 
 
 FORMATS = (TurboQuantK8V4(),)

@@ -16,6 +16,7 @@ from functools import cached_property
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
+import numpy as np
 from llvmlite import ir
 from numba import njit
 from numba.core import types
@@ -80,11 +81,11 @@ def _digest(digest: Any, function: Callable[..., Any]) -> None:
     digest.update(code.co_code)
     digest.update(repr([c for c in code.co_consts if not isinstance(c, CodeType)]).encode())
     digest.update(repr(code.co_names + code.co_freevars).encode())
-    for cell in function.__closure__ or ():
-        value = cell.cell_contents
+    outer = [cell.cell_contents for cell in function.__closure__ or ()]
+    for value in outer + [function.__globals__.get(name) for name in code.co_names]:
         if isinstance(value, FunctionType):
             _digest(digest, value)
-        elif isinstance(value, int | float | tuple):
+        elif isinstance(value, int | float | tuple | np.generic):
             digest.update(repr(value).encode())
         else:  # an operation of `simd`; the kernels' cache watches those files
             digest.update(getattr(value, "__name__", type(value).__name__).encode())

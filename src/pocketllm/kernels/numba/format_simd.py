@@ -227,6 +227,30 @@ def load_i32(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def store_i32(typingctx: Any, address: Any, value: Any) -> Any:
+    """Writes the lower 32 bits of an int64."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
+        b.store(b.trunc(a[1], _I32), _at(b, a[0], 0, _I32), align=1)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def as_int(typingctx: Any, x: Any) -> Any:
+    """The bits of a float32, as int64."""
+    i64 = ir.IntType(64)
+    return types.int64(types.float32), lambda ctx, b, sig, a: b.sext(b.bitcast(a[0], _I32), i64)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def as_float(typingctx: Any, bits: Any) -> Any:
+    """The inverse of `as_int`."""
+    return types.float32(types.int64), lambda ctx, b, sig, a: b.bitcast(b.trunc(a[0], _I32), _F32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def load_i64(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), lambda ctx, b, sig, a: _load(b, a[0], ir.IntType(64))
 
