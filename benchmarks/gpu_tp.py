@@ -1,13 +1,14 @@
 """Tensor parallelism on GPUs: does the plan hold under a cap, how long is a step, what do the sums cost?
 
-    python benchmarks/gpu_tp.py [--model NAME] [--ranks 2] [--limit 22GiB] [--parts same,fit,steps] [--out FILE] ...
+    python benchmarks/gpu_tp.py [--model NAME] [--ranks 2] [--limit 22GiB] [--parts same,fit,steps,death] [--out FILE] ...
 
 Weights are dummy ones, caches are filled with random values. Parts, in this order:
 
     same    a small model in float32 on one rank and on all: largest difference of the logits, and whether tokens are equal
-    fit     the model with --slots slots of --context tokens as --kv-cache-dtype, each rank capped at --limit: what the plan
-            says, what rank 0's device gave, decode steps up to the last token, and the share of the sums over the ranks
-    steps   decode steps on all ranks and on one, for every KV type of --formats and case of --cases
+    fit     the model with each of --fits (slots x context x KV type), each rank capped at --limit: what the plan says, what
+            rank 0's device gave, decode steps up to the last token, and the share of the sums over the ranks
+    steps   decode steps on all ranks and (unless --all-only) on one, for every KV type of --formats and case of --cases
+    death   a rank is killed while tokens are made: seconds until the engine says so, and what stays of its device's memory
 
 Each finding is one line of JSON, printed as it comes and added to --out. A part that fails says so; the others go on.
 """
@@ -32,12 +33,14 @@ from torch.profiler import ProfilerActivity, profile
 from pocketllm.cli.bench_run import context_needed, fill_randomly, random_tokens, timed_decode
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.memory_plan import gib, plan_memory
+from pocketllm.engine.ranks import ProcessRanks, ProcessWorker
 from pocketllm.engine.slot_engine import SlotRequest
-from pocketllm.errors import MemoryPlanError
+from pocketllm.errors import MemoryPlanError, RankError
 from pocketllm.models.registry import read_model
 from pocketllm.options import EngineOptions, SamplingParams, parse_bytes
 
 CASES = "1x1024,8x1024,32x1024,8x32768"
+FITS = "8x65536xturboquant_k8v4,4x65536xint8_per_token_head,2x65536xfp16"
 PAGE = 256  # tokens: what a slot may hold beyond its own, its last page being part empty
 SUMMED = 8  # steps under the profiler
 PROBED = 12  # tokens after a prompt whose logits are compared
@@ -93,12 +96,17 @@ class Run:
         self.note("same", model=self.args.small, logits_differ_by=difference, tokens_equal=tokens[0] == tokens[1])
 
     def fit(self) -> None:
+        for case in self.args.fits.split(","):
+            num_slots, context, kv = case.split("x", 2)
+            self.fit_one(int(num_slots), int(context), kv)
+
+    def fit_one(self, num_slots: int, context: int, kv: str) -> None:
         args = self.args
         sizes: dict[str, Any] = {
-            "max_batch_size": args.slots,
-            "max_context": args.context,
+            "max_batch_size": num_slots,
+            "max_context": context,
             "kv_layout": "slots",
-            "kv_cache_dtype": args.kv_cache_dtype,
+            "kv_cache_dtype": kv,
             "quantize_embeddings": args.quantize_embeddings,
         }
         options = EngineOptions(tensor_parallel=args.ranks, kernels=args.kernels, load_format="dummy", **sizes)
@@ -114,8 +122,8 @@ class Run:
             self.note("fit", refused=str(error))
             return
         built = time.monotonic() - start
-        length = args.context - args.steps - SUMMED  # the last token is the last step's
-        slots = [engine.acquire_slot(args.context) for _ in range(args.slots)]
+        length = context - args.steps - SUMMED  # the last token is the last step's
+        slots = [engine.acquire_slot(context) for _ in range(num_slots)]
         fill_randomly(engine, {slot: random_tokens(engine, length, slot) for slot in slots})
         times = []
         for step in range(args.steps):
@@ -126,7 +134,7 @@ class Run:
                 if result.error is not None:
                     raise result.error
         taken = free - torch.cuda.mem_get_info(0)[0] if self.cuda else 0
-        self.note("fit", slots=args.slots, context=args.context, kv=args.kv_cache_dtype, build_seconds=round(built, 1),
+        self.note("fit", slots=num_slots, context=context, kv=kv, build_seconds=round(built, 1),
                   held=[engine.slot_length(slot) for slot in slots], step_ms=round(statistics.median(times) * 1e3, 2),
                   device_gave=gib(taken), within=taken <= limit)  # fmt: skip
         self.sums(engine, slots)
@@ -171,7 +179,7 @@ class Run:
         for kv in self.args.formats.split(","):
             found: dict[int, dict[str, float]] = {}
             logits: list[torch.Tensor] = []
-            for ranks in (1, self.args.ranks):
+            for ranks in (self.args.ranks,) if self.args.all_only else (1, self.args.ranks):
                 self.free_memory()
                 engine = self.engine(ranks, kv_cache_dtype=kv, **sizes)
                 found[ranks] = {}
@@ -183,11 +191,34 @@ class Run:
                 engine.close()
                 del engine
                 self.note("steps", kv=kv, ranks=ranks, step_ms=found[ranks])
+            if self.args.all_only:
+                continue
             off = float((logits[0] - logits[1]).norm() / logits[0].norm())
             agreed = float((logits[0].argmax(-1) == logits[1].argmax(-1)).float().mean())
             self.note("steps", kv=kv, logits_off_by=round(off, 4), same_tokens=round(agreed, 3))
             one, many = found[1], found[self.args.ranks]
             self.note("steps", kv=kv, speedup={case: round(one[case] / many[case], 2) for case in one})
+
+    def death(self) -> None:
+        engine = self.engine(self.args.ranks, model=self.args.small, max_batch_size=2, max_context=4096)
+        assert isinstance(engine._ranks, ProcessRanks)
+        victim = next(worker.process for worker in engine._ranks._workers if isinstance(worker, ProcessWorker))
+        engine.add_request(random_tokens(engine, 64, 1), SamplingParams(max_tokens=4000, ignore_eos=True))
+        for _ in range(20):
+            engine.step()
+        before = torch.cuda.mem_get_info(1)[0] if self.cuda else 0
+        victim.kill()
+        start, said = time.monotonic(), ""
+        try:
+            while engine.has_work:
+                engine.step()
+        except RankError as error:
+            said = str(error)
+        seconds = time.monotonic() - start
+        engine.close()
+        victim.wait()
+        freed = torch.cuda.mem_get_info(1)[0] - before if self.cuda else 0
+        self.note("death", said=said, after_seconds=round(seconds, 2), device_1_got_back=gib(freed))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -196,14 +227,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--small", default="qwen3.5-0.8b", help="the model of `same`")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", default="22GiB", help="of each rank")
-    parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--context", type=int, default=65536)
-    parser.add_argument("--kv-cache-dtype", default="turboquant_k8v4")
+    parser.add_argument("--fits", default=FITS)
+    parser.add_argument("--all-only", action="store_true", help="`steps` without one rank")
     parser.add_argument("--quantize-embeddings", default="w8", choices=("none", "w8", "fp8"), help="in `fit`")
     parser.add_argument("--formats", default="fp16,int8_per_token_head,turboquant_k8v4")
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--parts", default="same,fit,steps")
+    parser.add_argument("--parts", default="same,fit,steps,death")
     parser.add_argument("--patience", type=float, default=0, help="seconds for a part; then it ends, saying where")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--kernels", default="auto")
@@ -212,7 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     name = torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu"
     run.note("start", device=name, ranks=args.ranks, torch=torch.__version__,
              date=datetime.now(UTC).isoformat(timespec="seconds"))  # fmt: skip
-    known: dict[str, Callable[[], None]] = {"same": run.same, "fit": run.fit, "steps": run.steps}
+    known: dict[str, Callable[[], None]] = {"same": run.same, "fit": run.fit, "steps": run.steps, "death": run.death}
     for part in args.parts.split(","):
         begin = time.monotonic()
         if args.patience:  # ranks that wait for each other may wait for ever

@@ -35,14 +35,17 @@ def test_the_gpu_benchmark_runs_on_a_cpu(
 ) -> None:
     """Its figures are not judged here, but its slots are filled to the last token."""
     model = tiny_models.make("qwen3_5", tmp_path)[0]
-    arguments = "--device cpu --kernels reference --limit 1GiB --slots 2 --context 300 --steps 3 --formats fp16"
-    arguments += f" --cases 1x20,2x50 --model {model} --small {model}"
+    arguments = "--device cpu --kernels reference --limit 1GiB --fits 2x300xturboquant_k8v4,1x300xfp16 --steps 3"
+    arguments += f" --formats fp16 --cases 1x20,2x50 --model {model} --small {model}"
     script("gpu_tp", monkeypatch).main(arguments.split())
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert not [line for line in lines if "failed" in line or "refused" in line]
     assert [line["tokens_equal"] for line in lines if "tokens_equal" in line] == [True]
-    assert [line["held"] for line in lines if "held" in line] == [[292, 292]]
+    assert [line["held"] for line in lines if "held" in line] == [[292, 292], [292]]
     assert [list(line["speedup"]) for line in lines if "speedup" in line] == [["1x20", "2x50"]]
+    (death,) = (line for line in lines if "after_seconds" in line)
+    assert "killed by SIGKILL" in death["said"]
+    assert death["after_seconds"] < 10
 
 
 def test_the_plan_table_names_what_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
