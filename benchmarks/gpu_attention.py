@@ -11,7 +11,7 @@ batch, bit for bit. Kernels are compiled ahead by worker processes.
 --variants compares tile sizes of decode and verify instead, one line each, the most promising of every format first: the
 same checks, microseconds of decode (8 x 32,768, 1 x 32,768, 8 x 4,096, and the first with queries already rotated) and of
 verifying 4 tokens a slot at 8 x 32,768, and the quotient of that and the first. A variant that fails says so and is passed
-over; none begins after --seconds.
+over; none begins after --seconds. (Where `attend_hopper` takes a format, variants differ in their splits only.)
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ HEADS, KV_HEADS, HEAD_DIM = 24, 4, 256
 FORMATS = ("fp16", "bf16", "fp8", "int8_per_token_head", "turboquant_k8v4")
 DEVICE = torch.device("cuda", 0)
 NEW_TOKENS = (1, 2, 4)  # of a slot: decode, verify
+SHORT = Case(1, 1024)  # of which next to nothing is reading
 NEW, CACHED = 8192, 32768  # prefill: tokens of the chunk, tokens before it
 
 
@@ -80,9 +81,30 @@ def sdpa_prefill() -> dict[str, float]:
     return times
 
 
+def library_decode() -> list[dict[str, Any]]:
+    """Torch's FlashAttention-2 and cuDNN, on contiguous K and V in 16 bits: what decode takes without pages or formats."""
+    rows = []
+    for case in (*CASES, SHORT):
+        sets = max(2, 2**30 // (case.slots * case.context * KV_HEADS * HEAD_DIM * 4) + 1)  # more than the L2 holds
+        q = torch.randn(case.slots, HEADS, 1, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+        shape = (min(sets, 32), 2, case.slots, KV_HEADS, case.context, HEAD_DIM)
+        tensors = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            try:
+                with sdpa_kernel(backend):
+                    calls = [partial(F.scaled_dot_product_attention, q, *kv, enable_gqa=True) for kv in tensors]
+                    calls[0]()
+                    us = time_graph(calls, 3)
+            except RuntimeError as error:
+                print("no", backend.name, str(error).splitlines()[0][:90])
+                continue
+            rows.append(row(f"attend, torch {backend.name}", case.slots, case.context, "bf16", 1, us, None))
+    return rows
+
+
 def rows_of(name: str, bandwidth: float, config: AttentionConfig, layers: list[LayerKV]) -> list[dict[str, Any]]:
     codec, rows = KV_FORMATS[name], []
-    for case in (*CASES, *(replace(CASES[0], q_len=q_len) for q_len in NEW_TOKENS[1:])):
+    for case in (*CASES, SHORT, *(replace(CASES[0], q_len=q_len) for q_len in NEW_TOKENS[1:])):
         us = time_graph(attend_calls(config, views(layers, case), case, HEADS, torch.bfloat16))
         nbytes = case.slots * case.context * KV_HEADS * codec.bytes_per_token(HEAD_DIM)
         op = "attend" if case.q_len == 1 else "verify"
@@ -124,14 +146,16 @@ Variant = tuple[AttendConfig, AttendConfig]  # of decode and of verify
 
 def variants(name: str) -> list[Variant]:
     """Sizes worth a try, the most promising first."""
+    firsts = {"first_split": 128, "first_tokens": 2048}
     if name in ("fp16", "bf16"):
         two = AttendConfig(512, 64, 2, 4, 2)
-        small = AttendConfig(512, 32, 2, 2, 3)
-        return [(two, two), (replace(two, split=256), replace(two, split=256)), (small, small)]
+        small, first = AttendConfig(512, 32, 2, 2, 3), replace(two, **firsts)
+        return [(two, two), (first, first), (replace(two, split=256), replace(two, split=256)), (small, small)]
     two = AttendConfig(512, 64, 2, 4, 3)
     halves, small = replace(two, halves=True), AttendConfig(512, 32, 4, 2, 3)
     return [
         (two, two),
+        (replace(two, **firsts), replace(two, **firsts)),
         (two, halves),
         (halves, replace(halves, stages=2)),
         (replace(two, split=1024), replace(halves, split=1024)),
@@ -142,7 +166,8 @@ def variants(name: str) -> list[Variant]:
 
 def short(config: AttendConfig) -> str:
     sizes = f"n{config.block_n} w{config.warps} s{config.stages} p{config.programs}"
-    return sizes + (" halves" if config.halves else "")
+    first = f" first {config.first_split} to {config.first_tokens}" if config.first_tokens else ""
+    return sizes + (" halves" if config.halves else "") + first
 
 
 def config_of(variant: Variant) -> AttentionConfig:
@@ -189,7 +214,7 @@ def compile_in_worker(name: str, config: AttentionConfig, new_tokens: tuple[int,
         torch.zeros(1, PAGE, KV_HEADS, p.width, dtype=p.dtype, device=DEVICE) for p in KV_FORMATS[name].planes(HEAD_DIM)
     )
     none, rest = torch.zeros(1, dtype=torch.int32, device=DEVICE), (HEAD_DIM**-0.5, AttentionMask())
-    for context in {case.context for case in CASES}:
+    for context in {case.context for case in (*CASES, SHORT)}:
         table = torch.zeros(2, context // PAGE, dtype=torch.int32, device=DEVICE)
         kv = LayerKV(planes, table, KV_FORMATS[name], HEAD_DIM)
         for q_len in new_tokens:
@@ -285,6 +310,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     for backend, us in sdpa_prefill().items():
         rows.append(row(f"prefill, torch {backend}", 1, CACHED, "bf16", NEW, us, None))
+    rows += library_decode()
     report = {
         "date": datetime.date.today().isoformat(),
         "card": torch.cuda.get_device_name(DEVICE),

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment, var-annotated"
 # ruff: noqa: RUF005, SIM108  (Triton knows no starred tuples)
-"""Decode and verify: the tokens of a slot in splits of a fixed size, then one sum over a row's splits.
+"""Decode and verify: the tokens of a slot in splits of fixed sizes, then one sum over a row's splits.
 
-A fixed number of programs takes pieces of work (slot, split, row block, KV head) in turn, as many as the lengths on the
+A fixed number of programs takes pieces of work (slot, split, row block, KV head) in turns, as many as the lengths on the
 device say: no length reaches the host, and which program does a piece changes nothing in it.
 """
 
@@ -10,7 +10,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pocketllm.kernels.triton.attend_splits import (
+    long_splits,
+    num_splits,
+    piece_of,
+    share_of,
+    short_splits,
+    split_start,
+)
+from pocketllm.kernels.triton.linear_kernels import wait_for_inputs
 from pocketllm.kernels.triton.numerics import (
     INTERPRETED,
     dim_of_row,
@@ -133,36 +143,42 @@ def split_kernel(
     q, raw_q, planes, block_table, max_pages, slot_ids, kv_lens, num_seqs, bias, cos, sin,
     part_out, part_sums, max_splits, scale,
     Q: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    SPLIT: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, NP: tl.constexpr,
+    SPLITS: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, NP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, HALF: tl.constexpr, HALFP: tl.constexpr,
     DTYPE: tl.constexpr, SCALED: tl.constexpr, LOAD_K: tl.constexpr, LOAD_V: tl.constexpr, WIDTHS: tl.constexpr,
-    UNPACK: tl.constexpr, HALVES: tl.constexpr,
+    UNPACK: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """q [n, Q, HQ, D] in the storage's basis (raw_q: before the rotation, for a key bias).
 
     A piece of work is a split, a KV head and BLOCKS blocks of M query rows (queries x the heads that share a KV head), all
     of which use each tile once it is read. Blocks of one size in decode and verify, by the same instructions, make their
     results equal to the last bit.
-    Writes, for row r = (sequence, query, head) and split s, unnormalised values over SPLIT to part_out [r, s, D] (so none is
-    larger than V's codes, and those of a scaled format fit fp16), and the largest score and the sum of weights to part_sums
-    [r, s, 2]. WIDTHS: of the planes' rows.
+    Writes, for row r = (sequence, query, head) and split s, unnormalised values over SPLITS[2] to part_out [r, s, D] (so
+    none is larger than V's codes, and those of a scaled format fit fp16), and the largest score and the sum of weights to
+    part_sums [r, s, 2]. SPLITS: `AttendConfig.splits`. WIDTHS: of the planes' rows.
     UNPACK: V is stored in codes that are unpacked here (see `dims_by_store`). HALVES: multiply V by half
     its dims at a time, which needs half the shared memory for what was unpacked, and fewer registers.
     """
+    if EARLY > 0:
+        gdc_wait()
     GROUP: tl.constexpr = HQ // HK
     PIECES: tl.constexpr = (GROUP * Q + M * BLOCKS - 1) // (M * BLOCKS)
     index = tl.arange(0, NP)
     lens = tl.load(kv_lens + index, mask=index < num_seqs, other=0).to(tl.int32)
     slots = tl.load(slot_ids + index, mask=index < num_seqs, other=0)
-    counts = (lens + SPLIT - 1) // SPLIT
+    shorts, longs = short_splits(lens, SPLITS), long_splits(lens, SPLITS)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    of_split: tl.constexpr = PIECES * HK
+    share = share_of(program, programs, tl.sum(longs, axis=0) * of_split, tl.sum(shorts, axis=0) * of_split, SPLITS)
     d, n = tl.arange(0, DP), tl.arange(0, BLOCK_N)
-    items = tl.sum(counts, axis=0) * (PIECES * HK)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        head, first_block = item % HK, item // HK % PIECES * BLOCKS
-        seq, split = find_sequence(counts, index, item // (HK * PIECES))
+    for turn in range(share[0] + share[1] + share[2]):
+        is_long, piece = piece_of(turn, share, program, programs)
+        head, first_block = piece % HK, piece // HK % PIECES * BLOCKS
+        seq, split = find_sequence(tl.where(is_long, longs, shorts), index, piece // of_split)
+        split += tl.where(is_long, SPLITS[1] // SPLITS[0], 0)
         table, kv_len = block_table + chosen(slots, index, seq) * max_pages, chosen(lens, index, seq)
-        first = first_tile(split * SPLIT, kv_len - Q + first_block * M // GROUP, BLOCK_N, WINDOW, SINKS)
-        end = tl.minimum(split * SPLIT + SPLIT, kv_len)
+        first = first_tile(split_start(split, SPLITS), kv_len - Q + first_block * M // GROUP, BLOCK_N, WINDOW, SINKS)
+        end = tl.minimum(split_start(split + 1, SPLITS), kv_len)
         page = tl.load(table + tl.minimum(first, end - 1) // PAGE)
         queries, biases, largests, totals, outs, second_outs = (), (), (), (), (), ()
         for b in tl.static_range(BLOCKS):
@@ -226,10 +242,12 @@ def split_kernel(
                 if UNPACK:
                     dim = dim_of_row(dim, DP)
                 at, mask = part[None, :] * D + dim[:, None], (dim < D)[:, None] & in_rows[None, :]
-                values = (second_outs[b] if half else outs[b]) * (1 / SPLIT)
+                values = (second_outs[b] if half else outs[b]) * (1 / SPLITS[2])
                 tl.store(part_out + at, values.to(part_out.dtype.element_ty), mask=mask)
             tl.store(part_sums + part * 2, largests[b], mask=in_rows)
             tl.store(part_sums + part * 2 + 1, tl.sum(totals[b], axis=0), mask=in_rows)
+    if EARLY > 0:  # at the end: the next kernel's programs, were they here before, would slow this one down
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -247,8 +265,8 @@ def load_parts(part_out, part_sums, part, start, count, d, D: tl.constexpr, BLOC
 @triton.jit(do_not_specialize_on_alignment=["kv_lens"])
 def merge_kernel(
     part_out, part_sums, kv_lens, signs, out, max_splits,
-    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per row of out [n * ROWS, D], ROWS = Q * HQ, and CHUNK dims: its splits in order, BLOCK at a time.
 
@@ -258,8 +276,9 @@ def merge_kernel(
     A short kernel that runs once is mostly waiting, for memory and for its own code: so everything it needs is loaded at
     once, the next block before this one is worked on, and few splits at a time keep the code small.
     """
+    wait_for_inputs(EARLY, 1)
     row = tl.program_id(0)
-    count = (tl.load(kv_lens + row // ROWS).to(tl.int32) + SPLIT - 1) // SPLIT
+    count = num_splits(tl.load(kv_lens + row // ROWS).to(tl.int32), SPLITS)
     part = row.to(tl.int64) * max_splits
     d = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     if signs is not None:
@@ -276,7 +295,7 @@ def merge_kernel(
         values = tl.fma(values, shrink, tl.sum(tile.to(tl.float32) * weight[:, None], axis=0))
         largest = new_largest
         tile, tile_largest, tile_total = ahead
-    values = values * (SPLIT / tl.where(total > 0.0, total, 1.0))
+    values = values * (SPLITS[2] / tl.where(total > 0.0, total, 1.0))
     if signs is not None:
         values = hadamard(values, D, DP) * sign
     tl.store(out + row.to(tl.int64) * D + d, values.to(out.dtype.element_ty), mask=d < D)

@@ -13,7 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from pocketllm.kernels.triton import attend_hopper
 from pocketllm.kernels.triton.attend_kernels import merge_kernel, split_kernel
+from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.triton.pieces import TritonCodec, TritonPieces
 from pocketllm.kernels.triton.prefill_kernels import prefill_kernel
 from pocketllm.kernels.triton.storage import append_kernel, dequantize_kernel, rotate_kernel
@@ -28,6 +30,7 @@ from pocketllm.kernels.types import AttentionMask, LayerKV
 
 ROWS = 8  # query rows of a block: the fewest a product takes
 MOST_BLOCKS = 4  # of query rows that share a tile of K and V
+MERGED = 16  # splits that a program adds up at a time
 FLOAT32_TOKENS = 32  # most of a tile where products run in float32
 LOG2E = 1.4426950408889634
 LONG = 2048  # tokens of a chunk from which on decoding K and V for the library pays (`prefill_library`)
@@ -71,6 +74,11 @@ def _bias(kv: LayerKV) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     return (None, None, None) if kv.key_bias is None else (kv.key_bias.bias, kv.key_bias.cos, kv.key_bias.sin)
 
 
+def _early(device: torch.device, num_tokens: int) -> int:
+    """When kernels of a pass of so many tokens let the next one start (see `linear_tuning`)."""
+    return linear_table(device).early_for(num_tokens)
+
+
 def _heads(x: Tensor) -> Tensor:
     """x [T, Hk, D] with contiguous heads, as the kernels read it."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
@@ -78,11 +86,11 @@ def _heads(x: Tensor) -> Tensor:
 
 def append(kv: LayerKV, k: Tensor, v: Tensor, token_slots: Tensor, positions: Tensor) -> None:
     pieces, (num_tokens, kv_heads, head_dim) = pieces_of(kv), k.shape
-    signs, k, v = signs_of(pieces, k.device), _heads(k), _heads(v)
+    signs, k, v, early = signs_of(pieces, k.device), _heads(k), _heads(v), _early(k.device, num_tokens)
     append_kernel[(num_tokens, kv_heads)](
         k, v, k.stride(0), v.stride(0), kv.planes, kv.block_table, kv.block_table.shape[1], token_slots, positions,
         signs, HK=kv_heads, D=head_dim, DP=_padded(head_dim), PAGE=kv.page_size, ROTATED=signs is not None,
-        STORE_ROW=pieces.store_row, num_warps=2,
+        STORE_ROW=pieces.store_row, EARLY=early, num_warps=2, launch_pdl=early > 0,
     )  # fmt: skip
 
 
@@ -103,8 +111,10 @@ def dequantize(kv: LayerKV, slot_id: int, kv_len: int) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, out: Tensor, signs: Tensor, back: bool) -> Tensor:
     """Each row of x [..., D] rotated, or rotated back, into `out`."""
-    head_dim = x.shape[-1]
-    rotate_kernel[(x.numel() // head_dim,)](x, out, signs, D=head_dim, DP=_padded(head_dim), BACK=back, num_warps=1)
+    (rows, head_dim), early = (x.numel() // x.shape[-1], x.shape[-1]), _early(x.device, x.shape[:-2].numel())
+    rotate_kernel[(rows,)](
+        x, out, signs, D=head_dim, DP=_padded(head_dim), BACK=back, EARLY=early, num_warps=1, launch_pdl=early > 0
+    )
     return out
 
 
@@ -130,7 +140,7 @@ def attend_with(
     """`attend` with given tile sizes, as the tuner calls it."""
     n, q_len, num_heads, head_dim = q.shape
     chosen = config.attend if num_heads // kv.planes[0].shape[2] * q_len <= ROWS else config.verify
-    max_splits = -(-kv.block_table.shape[1] * kv.page_size // chosen.split)
+    max_splits = chosen.num_splits(kv.block_table.shape[1] * kv.page_size)
     at_a_time = max(PARTIALS // (q_len * num_heads * max_splits * (head_dim + 2) * 4), 1)
     q = q.contiguous()
     out = torch.empty_like(q)
@@ -138,6 +148,32 @@ def attend_with(
         part = slice(i, min(i + at_a_time, n))
         _attend(kv, q[part], slot_ids[part], kv_lens[part], scale, mask, out[part], chosen, max_splits)
     return out
+
+
+def _split(
+    pieces: TritonPieces, kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor, part_out: Tensor, part_sums: Tensor,
+    scale: float, mask: AttentionMask, config: AttendConfig, early: int,
+) -> None:  # fmt: skip
+    n, q_len, num_heads, head_dim = q.shape
+    half, kv_heads, padded = _half(kv), kv.planes[0].shape[2], _padded(head_dim)
+    block_n = min(config.block_n, kv.page_size, FLOAT32_TOKENS if pieces.dtype == torch.float32 else config.block_n)
+    blocks = -(-num_heads // kv_heads * q_len // ROWS)
+    # Products in float32 and a key bias's terms leave no registers for a second block.
+    most = MOST_BLOCKS if half == 0 and pieces.dtype.itemsize == 2 else 1
+    blocks = -(-blocks // -(-blocks // most))  # of a piece of work, all of about one size
+    as_stored = all(p.dtype == pieces.dtype for p in kv.planes)
+    unpack = not as_stored and pieces.dtype.itemsize == 2
+    split_kernel[(config.programs * multiprocessors(q.device),)](
+        stored_queries(kv, q), q, kv.planes, kv.block_table, kv.block_table.shape[1], slot_ids, kv_lens, n, *_bias(kv),
+        part_out, part_sums, part_out.shape[1], scale * LOG2E,
+        Q=q_len, HQ=num_heads, HK=kv_heads, D=head_dim, DP=padded, PAGE=kv.page_size,
+        SPLITS=config.splits, M=ROWS, BLOCKS=blocks, BLOCK_N=block_n, NP=max(_padded(n), 8),
+        WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
+        DTYPE=getattr(tl, str(pieces.dtype).removeprefix("torch.")), SCALED=pieces.scaled,
+        LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, WIDTHS=tuple(p.shape[3] for p in kv.planes),
+        UNPACK=unpack, HALVES=config.halves and unpack and padded >= 128, EARLY=early,
+        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=FUSION, launch_pdl=early > 0,
+    )  # fmt: skip
 
 
 def _attend(
@@ -152,36 +188,23 @@ def _attend(
     max_splits: int,
 ) -> None:
     n, q_len, num_heads, head_dim = q.shape
-    pieces, device, kv_heads = pieces_of(kv), q.device, kv.planes[0].shape[2]
-    signs, stored_q = signs_of(pieces, device), stored_queries(kv, q)
+    pieces, device = pieces_of(kv), q.device
+    signs = signs_of(pieces, device)
     rows = n * q_len * num_heads
-    half, padded = _half(kv), _padded(head_dim)
     part_dtype = torch.float16 if pieces.scaled else torch.float32
     part_out = torch.empty(rows, max_splits, head_dim, dtype=part_dtype, device=device)
     part_sums = torch.empty(rows, max_splits, 2, dtype=torch.float32, device=device)
-    block_n = min(config.block_n, kv.page_size, FLOAT32_TOKENS if pieces.dtype == torch.float32 else config.block_n)
-    blocks = -(-num_heads // kv_heads * q_len // ROWS)
-    # Products in float32 and a key bias's terms leave no registers for a second block.
-    most = MOST_BLOCKS if half == 0 and pieces.dtype.itemsize == 2 else 1
-    blocks = -(-blocks // -(-blocks // most))  # of a piece of work, all of about one size
-    as_stored = all(p.dtype == pieces.dtype for p in kv.planes)
-    unpack = not as_stored and pieces.dtype.itemsize == 2
-    split_kernel[(config.programs * multiprocessors(device),)](
-        stored_q, q, kv.planes, kv.block_table, kv.block_table.shape[1], slot_ids, kv_lens, n, *_bias(kv),
-        part_out, part_sums, max_splits, scale * LOG2E,
-        Q=q_len, HQ=num_heads, HK=kv_heads, D=head_dim, DP=padded, PAGE=kv.page_size,
-        SPLIT=config.split, M=ROWS, BLOCKS=blocks, BLOCK_N=block_n, NP=max(_padded(n), 8),
-        WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
-        DTYPE=getattr(tl, str(pieces.dtype).removeprefix("torch.")), SCALED=pieces.scaled,
-        LOAD_K=pieces.load_k, LOAD_V=pieces.load_v, WIDTHS=tuple(p.shape[3] for p in kv.planes),
-        UNPACK=unpack, HALVES=config.halves and unpack and padded >= 128,
-        num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=FUSION,
-    )  # fmt: skip
+    padded, early = _padded(head_dim), _early(device, n * q_len)
+    if attend_hopper.fits(kv, pieces, mask):
+        attend_hopper.split(pieces, signs, kv, q, slot_ids, kv_lens, part_out, part_sums, scale * LOG2E, config, early)
+    else:
+        _split(pieces, kv, q, slot_ids, kv_lens, part_out, part_sums, scale, mask, config, early)
+    # A rotation is quickest within a warp; without one, more programs have a part of a row each.
     chunk = min(padded, 64) if signs is None else padded
     merge_kernel[(rows, padded // chunk)](
         part_out, part_sums, kv_lens, signs, out, max_splits, ROWS=q_len * num_heads,
-        D=head_dim, DP=padded, CHUNK=chunk, SPLIT=config.split, BLOCK=min(32, 8192 // chunk),
-        num_warps=4 if chunk <= 64 else 8, num_stages=1, enable_fp_fusion=FUSION,
+        D=head_dim, DP=padded, CHUNK=chunk, SPLITS=config.splits, BLOCK=MERGED, EARLY=early,
+        num_warps=2 if signs is None else 1, num_stages=1, enable_fp_fusion=FUSION, launch_pdl=early > 0,
     )  # fmt: skip
 
 
@@ -231,11 +254,7 @@ def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int) 
     """Rotated queries and float32 outputs; of decode and verify the unmerged splits too, of a long chunk what the library
     is given and a second output."""
     rows = num_heads * q_len
-    smallest_split = 256  # of any table
-    partials = rows * -(-kv_len // smallest_split) * (head_dim + 2) * 4
+    splits = -(-kv_len // 256) + 32  # the most of any table
+    partials = rows * splits * (head_dim + 2) * 4
     library = BUFFER + rows * head_dim * 2 if q_len >= LONG else 0
-    return (
-        rows * head_dim * 10
-        + library
-        + min(partials, PARTIALS + num_heads * -(-kv_len // smallest_split) * (head_dim + 2) * 4)
-    )
+    return rows * head_dim * 10 + library + min(partials, PARTIALS + num_heads * splits * (head_dim + 2) * 4)

@@ -16,6 +16,25 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
+class HopperPieces:
+    """What `attend_hopper` needs of a format with four planes: K in 8 bits, V, and a float32 scale of each.
+
+    pair(q)     Triton: a query [D] float32 -> high and low parts [D] of K's type, and a factor
+    join(high, low)     Gluon, as the rest: their products with K -> products with q over its factor, float32
+    load_v(codes, first, TOKENS, layout)    tokens first .. of a tile of V's codes in shared memory -> fp16 [D, TOKENS] in
+            `layout`, rows in any order
+    in_order(out)   [D, N] with rows in that order -> rows in the order of dims
+    v_factor    what V's scales are to be multiplied by
+    """
+
+    pair: Callable[..., Any]
+    join: Callable[..., Any]
+    load_v: Callable[..., Any]
+    in_order: Callable[..., Any]
+    v_factor: float
+
+
+@dataclass(frozen=True, eq=False)
 class TritonPieces:
     """A KV format for one head dimension.
 
@@ -27,6 +46,7 @@ class TritonPieces:
     load_k(planes, rows, D, DP)          K of rows [N] -> a tile [N, DP], zeros from D on, and a scale [N] float32 to
             multiply its scores by
     load_v(planes, rows, D, DP)          likewise V; its scale multiplies the weights
+    hopper()    the format's `HopperPieces`, or None: their module is loaded where they are used only
     """
 
     signs: Tensor | None
@@ -35,6 +55,7 @@ class TritonPieces:
     store_row: Callable[..., Any]
     load_k: Callable[..., Any]
     load_v: Callable[..., Any]
+    hopper: Callable[[], HopperPieces] | None = None
 
 
 class TritonCodec(Protocol):

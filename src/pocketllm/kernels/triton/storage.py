@@ -1,12 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
 # ruff: noqa: SIM108
-"""Where a token stands in the planes, and the kernels that work on single rows: append, dequantize, rotate."""
+"""Where a token stands in the planes, and the kernels that work on single rows: append, dequantize, rotate.
+
+EARLY: see `linear_tuning`.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from pocketllm.kernels.triton.linear_kernels import wait_for_inputs
 from pocketllm.kernels.triton.numerics import hadamard
 
 
@@ -40,9 +44,10 @@ def load_plane(plane, rows, D: tl.constexpr, DP: tl.constexpr):
 def append_kernel(
     k, v, k_stride, v_stride, planes, block_table, max_pages, token_slots, positions, signs,
     HK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, ROTATED: tl.constexpr,
-    STORE_ROW: tl.constexpr,
+    STORE_ROW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per token and KV head."""
+    wait_for_inputs(EARLY, 1)
     token, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DP)
     key = tl.load(k + token.to(tl.int64) * k_stride + head * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -57,8 +62,9 @@ def append_kernel(
 
 
 @triton.jit
-def rotate_kernel(x, out, signs, D: tl.constexpr, DP: tl.constexpr, BACK: tl.constexpr):
+def rotate_kernel(x, out, signs, D: tl.constexpr, DP: tl.constexpr, BACK: tl.constexpr, EARLY: tl.constexpr):
     """x [R, D] -> out [R, D], each row rotated (or rotated back). One program per row; x may be `out`."""
+    wait_for_inputs(EARLY, 1)
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DP)
     y = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from pocketllm.kernels.triton.attention import attend_with, prefill_with
-from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, PrefillConfig
+from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, PrefillConfig, attention_config
 from pocketllm.kernels.types import AttentionMask, LayerKV, PlaneSpec
 
 PAGE = 256
 COLD = 2 * 2**30  # bytes of distinct storage a timed graph walks through, far more than an L2
 SPLITS = (256, 512, 1024)
-SAME = ("split", "block_n", "warps")  # of decode and verify, for their sums to be the same to the last bit
+# Of decode and verify, for their sums to be the same to the last bit:
+SAME = ("split", "block_n", "warps", "first_split", "first_tokens")
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,12 @@ def tune_format(
     cases = {case: random_layers(codec, head_dim, kv_heads, case.slots, case.context, device) for case in CASES}
     cases[VERIFY] = cases[CASES[0]]
     nbytes = codec.bytes_per_token(head_dim)
-    attend = tune_attend(cases, num_heads, torch.bfloat16, attend_candidates(nbytes < 4 * head_dim), note)
+    now = attention_config(device, head_dim, nbytes).attend
+    candidates = (
+        replace(candidate, first_split=now.first_split, first_tokens=now.first_tokens)
+        for candidate in attend_candidates(nbytes < 4 * head_dim)
+    )
+    attend = tune_attend(cases, num_heads, torch.bfloat16, candidates, note)
     kv = cases[CASES[1]][0]
     kv_len = kv.block_table.shape[1] * kv.page_size
     q = torch.randn(min(CHUNK, kv_len), num_heads, head_dim, dtype=torch.bfloat16, device=device)

@@ -18,9 +18,11 @@ import torch
 
 @dataclass(frozen=True)
 class AttendConfig:
-    """split: tokens per split; block_n: tokens per tile; programs per multiprocessor; Triton's warps and stages.
+    """split: tokens per split; block_n: tokens per tile; programs per multiprocessor; Triton's warps and stages. (To
+    `attend_hopper`, only splits matter.)
 
-    halves: unpack V by halves of its dims, for less shared memory and fewer registers.
+    halves: unpack V by halves of its dims, for less shared memory and fewer registers. first_split: tokens per split among
+    a slot's first `first_tokens`, whole splits of both sizes: one short slot alone would else keep few multiprocessors busy.
     """
 
     split: int
@@ -29,6 +31,17 @@ class AttendConfig:
     warps: int
     stages: int
     halves: bool = False
+    first_split: int = 0
+    first_tokens: int = 0
+
+    @property
+    def splits(self) -> tuple[int, int, int]:
+        """As kernels take them: tokens per split before the token of the second number, and after it."""
+        return self.first_split or self.split, self.first_tokens, self.split
+
+    def num_splits(self, tokens: int) -> int:
+        first, until, split = self.splits
+        return -(-min(tokens, until) // first) + -(-max(tokens - until, 0) // split)
 
 
 @dataclass(frozen=True)

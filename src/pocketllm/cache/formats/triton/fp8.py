@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pocketllm.cache.formats.fp8 import FACTORS, TINY
 from pocketllm.kernels.triton.numerics import fp8_over_256
-from pocketllm.kernels.triton.pieces import TritonPieces
+from pocketllm.kernels.triton.pieces import HopperPieces, TritonPieces
 from pocketllm.kernels.triton.storage import load_plane
 
 _FACTORS, _TRIES, _TINY = tl.constexpr(FACTORS), tl.constexpr(len(FACTORS)), tl.constexpr(TINY)
@@ -52,4 +52,10 @@ def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
     return fp8_over_256(codes), tl.load(planes[3] + rows) * 256
 
 
-PIECES = TritonPieces(None, torch.float16, True, store_row, load_k, load_v)
+def hopper() -> HopperPieces:
+    from pocketllm.cache.formats.triton.fp8_hopper import PIECES
+
+    return PIECES
+
+
+PIECES = TritonPieces(None, torch.float16, True, store_row, load_k, load_v, hopper)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pocketllm.cache.formats.rotation import signs
 from pocketllm.kernels.triton.numerics import int8_to_fp16, round_even
-from pocketllm.kernels.triton.pieces import TritonPieces
+from pocketllm.kernels.triton.pieces import HopperPieces, TritonPieces
 from pocketllm.kernels.triton.storage import load_plane
 
 
@@ -40,5 +40,11 @@ def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
     return int8_to_fp16(codes), tl.load(planes[3] + rows)
 
 
+def hopper() -> HopperPieces:
+    from pocketllm.cache.formats.triton.int8_per_token_head_hopper import PIECES
+
+    return PIECES
+
+
 def pieces(head_dim: int) -> TritonPieces:
-    return TritonPieces(signs(head_dim), torch.float16, True, store_row, load_k, load_v)
+    return TritonPieces(signs(head_dim), torch.float16, True, store_row, load_k, load_v, hopper)

@@ -16,7 +16,7 @@ from pocketllm.cache.formats.rotation import signs
 from pocketllm.cache.formats.triton.int8_per_token_head import load_k, store_int8
 from pocketllm.cache.formats.turboquant_k8v4 import LEVELS_RMS, OUTERMOST
 from pocketllm.kernels.triton.numerics import INTERPRETED
-from pocketllm.kernels.triton.pieces import TritonPieces
+from pocketllm.kernels.triton.pieces import HopperPieces, TritonPieces
 
 _CUBIC = tl.constexpr(CUBIC)
 _INVERSE = tl.constexpr(1 / CUBIC)
@@ -144,5 +144,11 @@ def load_v(planes, rows, D: tl.constexpr, DP: tl.constexpr):
     return tile, scale
 
 
+def hopper() -> HopperPieces:
+    from pocketllm.cache.formats.triton.turboquant_k8v4_hopper import PIECES
+
+    return PIECES
+
+
 def pieces(head_dim: int) -> TritonPieces:
-    return TritonPieces(signs(head_dim), torch.float16, True, store_row, load_k, load_v)
+    return TritonPieces(signs(head_dim), torch.float16, True, store_row, load_k, load_v, hopper)

@@ -1,0 +1,90 @@
+"""Launches `attend_hopper_kernels` where it fits."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pocketllm.kernels.triton.attend_hopper_queries import query_pairs_kernel
+from pocketllm.kernels.triton.pieces import HopperPieces, TritonPieces
+from pocketllm.kernels.triton.tuning import AttendConfig, multiprocessors
+from pocketllm.kernels.types import AttentionMask, LayerKV
+
+HEAD_DIM = 256
+TILE = 64  # tokens
+CHUNK = 32  # tokens whose V is decoded at a time
+MOST_ROWS = 32  # query rows of a piece of work
+PROGRAMS = 2  # of a multiprocessor, so that one's tensor cores work while the other's softmax does
+REGISTERS = 65536 // (PROGRAMS * 8 * 32)  # of a thread: eight warps are set up, for the copying one there are four
+ROOM = 112 * 1024  # bytes of shared memory a program may take
+MOST_STAGES = 4
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def fits(kv: LayerKV, pieces: TritonPieces, mask: AttentionMask) -> bool:
+    return (
+        pieces.hopper is not None
+        and _is_hopper(kv.block_table.device)
+        and kv.head_dim == HEAD_DIM
+        and kv.page_size % TILE == 0
+        and kv.key_bias is None
+        and mask.window == 0
+    )
+
+
+@cache
+def _pieces(pieces: TritonPieces) -> HopperPieces:
+    assert pieces.hopper is not None
+    return pieces.hopper()
+
+
+def _tiles_of(plane: Tensor) -> Any:
+    """A descriptor of a plane [pages, page, HK, width] for tiles of one head."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    rows, width = plane.shape[0] * plane.shape[1], plane.shape[2] * plane.shape[3]
+    return TensorDescriptor(plane, [rows, width], [width, 1], [TILE, plane.shape[3]], NVMMASharedLayout(128, 8, 2))
+
+
+def split(
+    pieces: TritonPieces, signs: Tensor | None, kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor,
+    part_out: Tensor, part_sums: Tensor, scale: float, config: AttendConfig, early: int,
+) -> None:  # fmt: skip
+    """The splits of q [n, Q, HQ, D] as of `attend_kernels.split_kernel`; q as it comes, scale includes log2(e)."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from pocketllm.kernels.triton.attend_hopper_kernels import (
+        hopper_split_kernel,
+    )  # Gluon is not loaded where it is not used
+
+    (n, q_len, num_heads, head_dim), hopper, device = q.shape, _pieces(pieces), q.device
+    k, v, k_scales, v_scales = kv.planes
+    kv_heads = k.shape[2]
+    group_rows = num_heads // kv_heads * q_len
+    rows = min(max(1 << (group_rows - 1).bit_length(), 8), MOST_ROWS)
+    per_head = -(-group_rows // rows)
+    heads = {"Q": q_len, "HQ": num_heads, "HK": kv_heads, "D": head_dim, "N": rows, "EARLY": early}
+    codes = torch.empty(n * kv_heads * per_head * 2 * rows, head_dim, dtype=k.dtype, device=device)
+    factors = torch.empty(n * kv_heads * per_head * rows, dtype=torch.float32, device=device)
+    query_pairs_kernel[(n * q_len, num_heads)](
+        q, signs, codes, factors, PIECES=per_head, PAIR=hopper.pair, **heads, num_warps=1, launch_pdl=early > 0
+    )
+    queries = TensorDescriptor.from_tensor(codes, [2 * rows, head_dim], NVMMASharedLayout(128, 8, 2))
+    stage, fixed = TILE * (k.shape[3] + v.shape[3] + 8), rows * (4 * head_dim + 2 * TILE + 40) + 2048
+    hopper_split_kernel[(PROGRAMS * multiprocessors(device),)](
+        _tiles_of(k), _tiles_of(v), k_scales, v_scales, queries, factors, kv.block_table, kv.block_table.shape[1],
+        slot_ids, kv_lens, n, part_out, part_sums, part_out.shape[1], scale,
+        PAGE=kv.page_size, SPLITS=config.splits, NP=max(1 << (n - 1).bit_length(), 32),
+        STAGES=min((ROOM - fixed) // stage, MOST_STAGES), CHUNK=CHUNK, JOIN=hopper.join, LOAD_V=hopper.load_v,
+        IN_ORDER=hopper.in_order, V_FACTOR=hopper.v_factor, **heads,
+        num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=early > 0,
+    )  # fmt: skip

@@ -1,0 +1,320 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
+"""The splits of decode and verify on Hopper, for formats whose K is 8 bits wide. See `attend_kernels` for what is computed.
+
+Decoding K and V takes more instructions than there is time for while the bytes arrive. So K is not decoded: tensor cores
+multiply its codes, straight from shared memory, with queries that are *pairs* of 8-bit numbers, high and low parts, in
+twice as many columns. And V is decoded in the registers from which tensor cores read it, so it crosses shared memory once.
+
+    a warp:      queries, and tiles of codes and scales, from memory into a ring of shared memory, as far ahead as it is long
+    four warps:  scores [64, N] = K Q, their largest | weights | out [D, N] += V weights
+
+The two meet at barriers, a *full* and an *empty* one for each place in the ring. Tiles have 64 tokens of a page; N is 8, 16
+or 32 query rows. Everything is transposed, as in `attend_kernels`: instructions take 64 tokens, or 64 dims of V, times as
+many columns as there are query rows, and do the same to each column however many there are. So rows of decode and of
+verify are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from pocketllm.kernels.triton.attend_splits import long_splits, piece_of, share_of, short_splits, split_start
+from pocketllm.kernels.triton.gluon_pieces import launch_dependents, wait_for_kernels
+
+TILE = 64  # tokens
+WARPS = 4  # of which each has 16 tokens' scores
+_TILE, _WARPS = gl.constexpr(TILE), gl.constexpr(WARPS)
+_COPIERS = gl.constexpr(32)  # threads that copy scales
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _log2(x):
+    """As `numerics.log2`."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _inverse(x):
+    """As `numerics.inverse`."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _plan(batch, OF_SPLIT: gl.constexpr, SPLITS: gl.constexpr, NP: gl.constexpr):
+    """This program's share of the work, of splits with OF_SPLIT pieces each. NP: room for sequences."""
+    slot_ids, kv_lens, num_seqs = batch
+    index = gl.arange(0, NP, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    lens = gl.load(kv_lens + index, mask=index < num_seqs, other=0).to(gl.int32)
+    slots = gl.load(slot_ids + index, mask=index < num_seqs, other=0).to(gl.int32)
+    shorts, longs = short_splits(lens, SPLITS), long_splits(lens, SPLITS)
+    num_longs, num_shorts = gl.sum(longs, axis=0) * OF_SPLIT, gl.sum(shorts, axis=0) * OF_SPLIT
+    share = share_of(gl.program_id(0), gl.num_programs(0), num_longs, num_shorts, SPLITS)
+    up_to = gl.associative_scan(shorts, 0, _add), gl.associative_scan(longs, 0, _add)
+    return share, index, lens, slots, (shorts, longs), up_to
+
+
+@gluon.jit
+def _find(turn, plan, OF_SPLIT: gl.constexpr, SPLITS: gl.constexpr):
+    """A piece of this program: its number in the split; sequence, split, first token and end, the slot and its length."""
+    share, index, lens, slots, counts, up_to = plan
+    is_long, piece = piece_of(turn, share, gl.program_id(0), gl.num_programs(0))
+    count, ends = gl.where(is_long, counts[1], counts[0]), gl.where(is_long, up_to[1], up_to[0])
+    item = piece // OF_SPLIT
+    seq = gl.sum((ends <= item).to(gl.int32), axis=0)
+    here = index == seq
+    split = item - gl.sum(gl.where(here, ends - count, 0), axis=0)
+    split += gl.where(is_long, SPLITS[1] // SPLITS[0], 0)
+    slot, kv_len = gl.sum(gl.where(here, slots, 0), axis=0), gl.sum(gl.where(here, lens, 0), axis=0)
+    end = gl.minimum(split_start(split + 1, SPLITS), kv_len)
+    return piece % OF_SPLIT, seq, split, split_start(split, SPLITS), end, slot, kv_len
+
+
+@gluon.jit
+def _tell(notes, buffer, piece, seq, split, first, end, kv_len):
+    """Leaves what four warps must know of a piece of work."""
+    i = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    note = gl.where(i == 0, first, gl.where(i == 1, end, gl.where(i == 2, kv_len, 0)))
+    note = gl.where(i == 3, piece, gl.where(i == 4, seq, gl.where(i == 5, split, note)))
+    notes.index(buffer).store(note)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _told(notes, buffer):
+    """(piece, seq, split, first, end, kv_len)"""
+    layout: gl.constexpr = gl.DistributedLinearLayout([[1], [2], [4]], [[0]] * 5, [[0]] * 2, [], [8])
+    note, i = notes.index(buffer).load(layout), gl.arange(0, 8, layout=layout)
+    first, end = gl.sum(gl.where(i == 0, note, 0), axis=0), gl.sum(gl.where(i == 1, note, 0), axis=0)
+    kv_len, piece = gl.sum(gl.where(i == 2, note, 0), axis=0), gl.sum(gl.where(i == 3, note, 0), axis=0)
+    seq, split = gl.sum(gl.where(i == 4, note, 0), axis=0), gl.sum(gl.where(i == 5, note, 0), axis=0)
+    return piece, seq, split, first, end, kv_len
+
+
+@gluon.jit
+def _fetch(
+    planes, queries, factors, block_table, max_pages, batch, rings, query_buffers, full, empty, q_full, q_empty,
+    HK: gl.constexpr, PIECES: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr, NP: gl.constexpr,
+):  # fmt: skip
+    """One warp's part: queries and tiles of all this program's pieces of work, in order. Rows past a slot's last token are
+    copied too, as far as the tile goes; what they hold changes no sum."""
+    k_codes, v_codes, k_scales, v_scales = planes
+    k_ring, v_ring, k_scale_ring, v_scale_ring = rings
+    q_smem, factors_smem, notes = query_buffers
+    STAGES: gl.constexpr = k_ring.shape[0]
+    DK: gl.constexpr = k_ring.shape[2]
+    DV: gl.constexpr = v_ring.shape[2]
+    N: gl.constexpr = factors_smem.shape[1]
+    plan = _plan(batch, PIECES * HK, SPLITS, NP)
+    n = gl.arange(0, _TILE, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    m = gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    place, parity, buffer, q_parity = 0, 1, 0, 1
+    for turn in range(plan[0][0] + plan[0][1] + plan[0][2]):
+        piece, seq, split, first, end, slot, kv_len = _find(turn, plan, PIECES * HK, SPLITS)
+        head = piece % HK
+        mbarrier.wait(q_empty.index(buffer), q_parity)
+        ready, block = q_full.index(buffer), (seq * HK + head) * PIECES + piece // HK
+        async_copy.async_copy_global_to_shared(factors_smem.index(buffer), factors + block * N + m)
+        async_copy.mbarrier_arrive(ready, increment_count=False)
+        _tell(notes, buffer, piece, seq, split, first, end, kv_len)
+        mbarrier.expect(ready, 2 * N * DK)
+        tma.async_copy_global_to_shared(queries, [block * 2 * N, 0], ready, q_smem.index(buffer))
+        buffer ^= 1
+        q_parity ^= 1 - buffer
+        table = block_table + slot * max_pages
+        page = gl.load(table + first // PAGE)
+        for start in range(first, end, _TILE):
+            row = page * PAGE + start % PAGE
+            page = gl.load(table + gl.minimum(start + _TILE, end - 1) // PAGE)
+            mbarrier.wait(empty.index(place), parity)
+            ready = full.index(place)
+            mbarrier.expect(ready, _TILE * (DK + DV))
+            tma.async_copy_global_to_shared(k_codes, [row, head * DK], ready, k_ring.index(place))
+            tma.async_copy_global_to_shared(v_codes, [row, head * DV], ready, v_ring.index(place))
+            at = (row + n) * HK + head  # of scales, which lie too far apart for the copy engine
+            async_copy.async_copy_global_to_shared(k_scale_ring.index(place), k_scales + at)
+            async_copy.async_copy_global_to_shared(v_scale_ring.index(place), v_scales + at)
+            async_copy.mbarrier_arrive(ready, increment_count=False)
+            place += 1
+            if place == STAGES:
+                place = 0
+                parity ^= 1
+    mbarrier.wait(q_empty.index(buffer), q_parity)
+    _tell(notes, buffer, 0, 0, 0, 0, -1, 0)
+    mbarrier.arrive(q_full.index(buffer), count=_COPIERS + 1)
+
+
+@gluon.jit
+def _largest(scores, room, N: gl.constexpr, layout: gl.constexpr):
+    """The largest of each column of scores [64, N], whose warps have 16 rows each. room [4, N]: for what they tell each
+    other; not that of the call before."""
+    together: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [0, 1]] + ([[0, 8]] if N >= 16 else []) + ([[0, 16]] if N >= 32 else []),
+        [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [_WARPS, N],
+    )  # fmt: skip
+    room.store(gl.max(scores.reshape([_WARPS, 16, N]), axis=1))
+    return gl.convert_layout(gl.max(room.load(together), axis=0), layout)
+
+
+@gluon.jit
+def _over_pairs(x, N: gl.constexpr):
+    """x [64, N] with the two rows that a thread has added up: [32, N]."""
+    return gl.sum(x.reshape([_WARPS, 2, 8, N]), axis=1).reshape([_TILE // 2, N])
+
+
+@gluon.jit
+def _attend(
+    part_out, part_sums, max_splits, scale, rings, query_buffers, room, weights_smem, full, empty, q_full, q_empty,
+    Q: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, SPLITS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    CHUNK: gl.constexpr, JOIN: gl.constexpr, LOAD_V: gl.constexpr, IN_ORDER: gl.constexpr, V_FACTOR: gl.constexpr,
+):  # fmt: skip
+    """Four warps' part: all but the copying."""
+    GROUP: gl.constexpr = HQ // HK
+    k_ring, v_ring, k_scale_ring, v_scale_ring = rings
+    q_smem, factors_smem, notes = query_buffers
+    STAGES: gl.constexpr = k_ring.shape[0]
+    SUM: gl.constexpr = gl.int32 if k_ring.dtype == gl.int8 else gl.float32
+    pairs_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, 2 * N, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, N, 16])  # of scores and out
+    v_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    per_row: gl.constexpr = gl.SliceLayout(0, layout)
+    per_token: gl.constexpr = gl.SliceLayout(1, layout)
+    n, m = gl.arange(0, _TILE, layout=per_token), gl.arange(0, N, layout=per_row)
+    nothing = gl.zeros([_TILE, 2 * N], SUM, pairs_layout)
+    place, parity, buffer, q_parity, half = 0, 0, 0, 0, 0
+    mbarrier.wait(q_full.index(0), 0)
+    piece, seq, split, first, end, kv_len = _told(notes, 0)
+    while end >= 0:
+        queries = q_smem.index(buffer).permute((1, 0))
+        factor = factors_smem.index(buffer).load(per_row) * scale
+        head, row = piece % HK, piece // HK * N + m
+        position = kv_len - Q + row // GROUP
+        largest = gl.full([N], float("-inf"), gl.float32, per_row)
+        total = _over_pairs(gl.zeros([_TILE, N], gl.float32, layout), N)  # of weights; added up at the end
+        out = gl.zeros([D, N], gl.float32, layout)
+        for start in range(first, end, _TILE):
+            mbarrier.wait(full.index(place), parity)
+            product = warpgroup_mma(k_ring.index(place), queries, nothing, use_acc=False, is_async=True)
+            v = LOAD_V(v_ring.index(place), 0, CHUNK, v_layout)
+            k_scale = k_scale_ring.index(place).load(per_token)
+            v_scale = v_scale_ring.index(place).load(per_token) * V_FACTOR
+            # A new basic block: else the compiler would put off decoding V until tensor cores have nothing to do.
+            mbarrier.wait(full.index(place), parity)
+            product = warpgroup_mma_wait(0, deps=[product])
+            high, low = product.reshape([_TILE, 2, N]).permute((0, 2, 1)).split()
+            scores = gl.convert_layout(JOIN(high, low), layout) * factor[None, :]
+            # V's scale is part of the score, and the sum takes it out again: see `softmax.softmax_step`.
+            k_scales = gl.broadcast(k_scale[:, None], scores)[0]
+            scores = gl.fma(scores, k_scales, gl.broadcast(_log2(v_scale)[:, None], scores)[0])
+            scores = gl.where((start + n)[:, None] <= position[None, :], scores, float("-inf"))
+            new_largest = gl.maximum(largest, _largest(scores, room.index(half), N, per_row))
+            half ^= 1
+            reference = gl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weights, shrink = _exp2(scores - reference[None, :]), _exp2(largest - reference)
+            largest = new_largest
+            inverse = gl.where(start + n < kv_len, _inverse(v_scale), 0.0)  # past the last token there may be no number
+            shrink_total = gl.convert_layout(shrink, gl.SliceLayout(0, total.type.layout))
+            added = _over_pairs(weights * inverse[:, None], N)
+            total = gl.fma(total, gl.broadcast(shrink_total[None, :], total)[0], added)
+            weights_smem.permute((1, 0)).store(weights.to(gl.float16))
+            fence_async_shared()
+            gl.thread_barrier()
+            out = out * shrink[None, :]
+            for chunk in gl.static_range(_TILE // CHUNK):
+                tile = weights_smem.slice(chunk * CHUNK, CHUNK, 1).permute((1, 0))
+                out = warpgroup_mma(v, tile, out, is_async=True)
+                if chunk + 1 < _TILE // CHUNK:
+                    v = LOAD_V(v_ring.index(place), (chunk + 1) * CHUNK, CHUNK, v_layout)
+            if CHUNK < _TILE:
+                gl.thread_barrier()
+            mbarrier.arrive(empty.index(place), count=1)
+            out = warpgroup_mma_wait(0, deps=[out])
+            place += 1
+            if place == STAGES:
+                place = 0
+                parity ^= 1
+        mbarrier.arrive(q_empty.index(buffer), count=1)
+        out_row = (seq * Q + row // GROUP) * HQ + head * GROUP + row % GROUP
+        part, exists = out_row.to(gl.int64) * max_splits + split, row < GROUP * Q
+        values = IN_ORDER((out * (1 / SPLITS[2])).to(part_out.dtype.element_ty))
+        at_layout: gl.constexpr = values.type.layout
+        dim = gl.arange(0, D, layout=gl.SliceLayout(1, at_layout))
+        at = gl.convert_layout(part * D, gl.SliceLayout(0, at_layout))
+        at_exists = gl.convert_layout(exists, gl.SliceLayout(0, at_layout))
+        gl.store(part_out + at[None, :] + dim[:, None], values, mask=at_exists[None, :])
+        gl.store(part_sums + part * 2, largest, mask=exists)
+        gl.store(part_sums + part * 2 + 1, gl.convert_layout(gl.sum(total, axis=0), per_row), mask=exists)
+        buffer ^= 1
+        q_parity ^= 1 - buffer
+        mbarrier.wait(q_full.index(buffer), q_parity)
+        piece, seq, split, first, end, kv_len = _told(notes, buffer)
+
+
+@gluon.jit(
+    do_not_specialize=["max_pages", "num_seqs", "max_splits"], do_not_specialize_on_alignment=["slot_ids", "kv_lens"]
+)
+def hopper_split_kernel(
+    k_codes, v_codes, k_scales, v_scales, queries, factors, block_table, max_pages, slot_ids, kv_lens, num_seqs,
+    part_out, part_sums, max_splits, scale,
+    Q: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
+    N: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr, EARLY: gl.constexpr,
+    JOIN: gl.constexpr, LOAD_V: gl.constexpr, IN_ORDER: gl.constexpr, V_FACTOR: gl.constexpr,
+):  # fmt: skip
+    """As `attend_kernels.split_kernel`, with N query rows in a piece of work.
+
+    k_codes, v_codes: descriptors of planes [rows, HK * width] in blocks of [64, width]; k_scales, v_scales [rows, HK].
+    queries: a descriptor of `query_pairs_kernel`'s codes in blocks of [2 N, D]; factors. STAGES: places in the ring. CHUNK:
+    tokens whose V is decoded at a time: registers. The last four: see `HopperPieces`.
+    """
+    PIECES: gl.constexpr = (HQ // HK * Q + N - 1) // N
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_ring = gl.allocate_shared_memory(k_codes.dtype, [STAGES, _TILE, D], k_codes.layout)
+    v_ring = gl.allocate_shared_memory(v_codes.dtype, [STAGES, _TILE, v_codes.block_shape[1]], v_codes.layout)
+    k_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], line)
+    v_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], line)
+    q_smem = gl.allocate_shared_memory(k_codes.dtype, [2, 2 * N, D], queries.layout)
+    factors_smem = gl.allocate_shared_memory(gl.float32, [2, N], line)
+    notes = gl.allocate_shared_memory(gl.int32, [2, 8], line)
+    room = gl.allocate_shared_memory(gl.float32, [2, _WARPS, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    weights_smem = gl.allocate_shared_memory(gl.float16, [N, _TILE], gl.NVMMASharedLayout(128, 16, 2))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=_COPIERS + 1)  # the copy engine's bytes are expected by one more
+        mbarrier.init(empty.index(s), count=1)
+    for s in gl.static_range(2):
+        mbarrier.init(q_full.index(s), count=_COPIERS + 1)
+        mbarrier.init(q_empty.index(s), count=1)
+    fence_async_shared()
+    if EARLY > 0:
+        wait_for_kernels()
+    batch, rings = (slot_ids, kv_lens, num_seqs), (k_ring, v_ring, k_scale_ring, v_scale_ring)
+    query_buffers = (q_smem, factors_smem, notes)
+    gl.warp_specialize([
+        (_attend, (part_out, part_sums, max_splits, scale, rings, query_buffers, room, weights_smem, full, empty, q_full,
+                   q_empty, Q, HQ, HK, SPLITS, D, N, CHUNK, JOIN, LOAD_V, IN_ORDER, V_FACTOR)),
+        (_fetch, ((k_codes, v_codes, k_scales, v_scales), queries, factors, block_table, max_pages, batch, rings,
+                  query_buffers, full, empty, q_full, q_empty, HK, PIECES, PAGE, SPLITS, NP)),
+    ], [1], [40])  # fmt: skip
+    if EARLY > 0:  # at the end: the next kernel's programs, were they here before, would slow this one down
+        launch_dependents()
