@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any, cast
 
 import torch
+import triton
 from torch import Tensor
 
 from pocketllm.kernels.protocol import Cross
@@ -20,7 +21,8 @@ TILE = 128  # outputs of a product's tiles
 GROUPS = 2  # groups of 128 columns that a program takes at a time
 UNIT = 128 * GROUPS  # columns
 MOST_HIDDEN = 16384  # a program adds up the squares of all groups of a row at once
-SIZES = {8: (4, 4), 16: (4, 4), 32: (4, 3), 64: (8, 2)}  # rows: (warps, units in flight)
+# rows: (warps that multiply, places in the ring, units of weights on their way)
+SIZES = {8: (8, 6, 2), 16: (8, 5, 2), 32: (8, 4, 2), 64: (8, 2, 2)}
 
 
 def bridge(weights: Bridge, num_rows: int, dtype: object, places: Sequence[Place] = ()) -> Cross | None:
@@ -67,11 +69,19 @@ def parts_of(weights: Bridge) -> list[int]:
     return [num_parts(tiles, units, programs) for tiles, units in cuts]
 
 
+def _most_units(weights: Bridge, last_tiles: int) -> tuple[int, ...]:
+    """Of each product, the units that one program has at most, rounded up to a power of two."""
+    cuts, programs = _cuts(weights)
+    counts = [-(-tiles * units // programs) for tiles, units in cuts]
+    counts.append(-(-max(last_tiles, 1) // programs) * (weights.out.shape[0] // UNIT))
+    return tuple(triton.next_power_of_2(n) for n in counts)
+
+
 @cache
-def _counter(device: torch.device, programs: int) -> Tensor:
-    """Where so many programs meet, one kernel after the other. Bridges on two streams at a time would wait for
-    multiprocessors that the other holds: there must be one stream."""
-    return torch.zeros((), dtype=torch.int64, device=device)
+def _sync(device: torch.device, programs: int, hidden: int, inner: int) -> Tensor:
+    """Where so many programs meet, one kernel after the other (see `bridge_kernel`). Bridges on two streams at a time would
+    wait for multiprocessors that the other holds: there must be one stream."""
+    return torch.zeros(programs + 2 * (2 * hidden + inner) // TILE, dtype=torch.int64, device=device)
 
 
 def _tiles_of(x: Tensor, rows: int) -> Any:
@@ -98,7 +108,7 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
     x = x if isinstance(x, Paired) else to_pairs(cast(Tensor, x))
     (num_rows, width), hidden, device, dtype = x.shape, residual.shape[1], residual.device, residual.dtype
     inner, pairs = weights.down.shape[1], len(x.codes)
-    warps, stages = SIZES[pairs // 2]
+    warps, stages, flight = SIZES[pairs // 2]
     programs, parts = _cuts(weights)[1], parts_of(weights)
     normed, product = room_for_pairs(num_rows, hidden, dtype, device), room_for_pairs(num_rows, inner, dtype, device)
 
@@ -130,9 +140,10 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
     bridge_kernel[(programs,)](
         *_rows_of(x), *planes, residual, weights.norm, weights.norm if last else weights.next_norm, *rows,
         scratch(num_rows, hidden // TILE), outs, gated, downs, out, out_small,
-        _counter(device, programs), *ranks, rank, num_rows, tiles, small_tiles, weights.eps,
-        H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, GROUPS=GROUPS,
-        PARTS_OUT=parts[0], PARTS_INNER=parts[1], PARTS_DOWN=parts[2], RANKS=num_ranks,
+        _sync(device, programs, hidden, inner), *ranks, rank, num_rows, tiles, small_tiles, weights.eps,
+        H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, FLIGHT=flight,
+        GROUPS=GROUPS,
+        PARTS=tuple(parts), RANKS=num_ranks, MOST=_most_units(weights, tiles + small_tiles),
         num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return [downs] if last else [out, out_small] if small else [out]

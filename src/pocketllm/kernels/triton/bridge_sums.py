@@ -1,81 +1,137 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
-"""What a bridge does between two products (see `bridge_kernels`): parts are added up, normed or gated, and made pairs.
-
-Everything goes by groups of 128 columns of 8 rows, each of which one program takes.
-"""
+"""What a bridge does between two products (see `bridge_kernels`): parts of a tile of 128 columns are added up in order, by
+the program that was the last to write one, then normed or gated, and made pairs."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from pocketllm.kernels.triton.gluon_pieces import meet_ranks, publish, store_pairs
+from pocketllm.kernels.triton.gluon_pieces import is_last, meet_ranks, publish, raise_flag, store_pairs
+
+
+@gluon.constexpr_function
+def _rows_at_a_time(pairs):
+    return 16 if 32 <= pairs <= 64 else 8
+
+
+@gluon.jit
+def _sum_of_parts(parts, count, stride, at, real, PARTS: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """The sum of `count` parts, of PARTS at most, that lie `stride` apart. All are asked for at once."""
+    total = gl.zeros(shape, gl.float32, layout)
+    for part in gl.static_range(PARTS):
+        total += gl.load(parts + part * stride + at, mask=real[:, None] & (part < count), other=0.0)
+    return total
+
+
+@gluon.constexpr_function
+def _padded(groups):
+    return 1 << (groups - 1).bit_length()
+
+
+@gluon.jit
+def row_factors(squares, row, real, eps, H: gl.constexpr, over: gl.constexpr):
+    """1 / sqrt(mean of squares + eps) of rows `row` [R]. over: layout of [R, groups]."""
+    groups: gl.constexpr = H // 128
+    j = gl.arange(0, _padded(groups), layout=gl.SliceLayout(0, over))
+    inside = real[:, None] & (j < groups)[None, :]
+    each = gl.load(squares + row[:, None] * groups + j[None, :], mask=inside, other=0.0)
+    return gl.rsqrt(gl.sum(each, axis=1) / H + eps)
+
+
+@gluon.jit
+def programs_of(tile, UNITS_K: gl.constexpr, units):
+    """(first, how many) of the programs that have units of a tile, of UNITS_K each and `units` in all."""
+    programs = gl.num_programs(0)
+    first = ((tile * UNITS_K + 1) * programs - 1) // units
+    return first, ((tile + 1) * UNITS_K * programs - 1) // units - first + 1
 
 
 @gluon.jit
 def add_and_norm(
-    parts, ranks, rank, residual, gain, codes, scales, squares, num_rows,
+    group, parts, count, ranks, rank, residual, gain, codes, scales, squares, num_rows,
     H: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
-    """residual [M, H] += the sum of parts [PARTS, M, H]; pairs of it times gain [H]; squares [M, H / 128]: their sums.
+    """Of a group of 128 columns: residual [M, H] += the sum of parts [count, M, H]; pairs of it times gain [H]; squares
+    [M, H / 128]: their sums.
 
     With RANKS > 1 the parts of all of them are added, rank by rank: ranks = (addresses, flags) of a `parallel.Place`.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, WARPS // 4], [1, 0])
-    r = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-    c = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    groups: gl.constexpr = H // 128
+    ROWS: gl.constexpr = _rows_at_a_time(PAIRS)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    column = group * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    weight = gl.load(gain + column)
     if RANKS > 1:
-        meet_ranks(ranks[1], gl.program_id(0), rank, RANKS)
-    for item in range(gl.program_id(0), groups * ((num_rows + 7) // 8), gl.num_programs(0)):
-        group, row = item % groups, item // groups * 8 + r
+        meet_ranks(ranks[1], group, rank, RANKS)
+    for start in range(0, num_rows, ROWS):
+        row = start + r
         real = row < num_rows
-        at = (row * H)[:, None] + (group * 128 + c)[None, :]
-        weight = gl.load(gain + group * 128 + c)
+        at = (row * H)[:, None] + column[None, :]
         y = gl.load(residual + at, mask=real[:, None], other=0.0).to(gl.float32)
-        total = gl.zeros([8, 128], gl.float32, layout)
+        total = gl.zeros([ROWS, 128], gl.float32, layout)
         for each in gl.static_range(RANKS):
             base = parts
             if RANKS > 1:
                 base = gl.load(ranks[0] + each).to(gl.pointer_type(gl.float32))
-            of_rank = gl.zeros([8, 128], gl.float32, layout)
-            for part in gl.static_range(PARTS):
-                of_rank += gl.load(base + part * num_rows * H + at, mask=real[:, None], other=0.0)
-            total += of_rank
+            total += _sum_of_parts(base, count, num_rows * H, at, real, PARTS, [ROWS, 128], layout)
         y = (y + total).to(residual.dtype.element_ty)
         gl.store(residual + at, y, mask=real[:, None])
         y = y.to(gl.float32)
-        gl.store(squares + row * groups + group, gl.sum(y * y, axis=1), mask=real)
+        gl.store(squares + row * (H // 128) + group, gl.sum(y * y, axis=1), mask=real)
         store_pairs(codes, scales, y * weight[None, :], row, real, group, H, PAIRS, layout)
     publish()
 
 
 @gluon.jit
-def _gate_and_up(parts, group, row, real, num_rows, I: gl.constexpr, PARTS: gl.constexpr, layout: gl.constexpr):
-    c = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    at = parts + (row * (2 * I))[:, None] + (group * 128 + c)[None, :]
-    gate = gl.zeros([8, 128], gl.float32, layout)
-    up = gl.zeros([8, 128], gl.float32, layout)
-    for part in gl.static_range(PARTS):
-        gate += gl.load(at + part * num_rows * (2 * I), mask=real[:, None], other=0.0)
-        up += gl.load(at + part * num_rows * (2 * I) + I, mask=real[:, None], other=0.0)
-    return gate, up
+def gate_times_up(
+    group, parts, gate_count, up_count, codes, scales, squares, num_rows, eps,
+    H: gl.constexpr, I: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Of a group of 128 columns: parts [.., M, 2 I], times the norm's factor -> pairs of silu(gate) * up, [M, I]."""
+    ROWS: gl.constexpr = _rows_at_a_time(PAIRS)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    column = group * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    over: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    o = gl.arange(0, ROWS, layout=gl.SliceLayout(1, over))
+    stride = num_rows * (2 * I)
+    for start in range(0, num_rows, ROWS):
+        row = start + r
+        real = row < num_rows
+        at = (row * (2 * I))[:, None] + column[None, :]
+        factor = gl.convert_layout(
+            row_factors(squares, start + o, start + o < num_rows, eps, H, over), gl.SliceLayout(1, layout)
+        )
+        gate = _sum_of_parts(parts, gate_count, stride, at, real, PARTS, [ROWS, 128], layout)
+        up = _sum_of_parts(parts + I, up_count, stride, at, real, PARTS, [ROWS, 128], layout)
+        gate, up = gate * factor[:, None], up * factor[:, None]
+        store_pairs(codes, scales, gate / (1.0 + gl.exp(-gate)) * up, row, real, group, I, PAIRS, layout)
+    publish()
 
 
 @gluon.jit
-def gate_times_up(
-    parts, codes, scales, num_rows, I: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr
-):
-    """parts [PARTS, M, 2 I] -> pairs of silu(gate) * up, [M, I]. A program takes two groups of 8 rows at a time."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, WARPS // 4], [1, 0])
-    r = gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-    twos: gl.constexpr = (I // 128 + 1) // 2
-    for item in range(gl.program_id(0), twos * ((num_rows + 7) // 8), gl.num_programs(0)):
-        group, row = item % twos * 2, item // twos * 8 + r
-        real = row < num_rows
-        second = real & (group + 1 < I // 128)
-        gate0, up0 = _gate_and_up(parts, group, row, real, num_rows, I, PARTS, layout)
-        gate1, up1 = _gate_and_up(parts, group + 1, row, second, num_rows, I, PARTS, layout)
-        store_pairs(codes, scales, gate0 / (1.0 + gl.exp(-gate0)) * up0, row, real, group, I, PAIRS, layout)
-        store_pairs(codes, scales, gate1 / (1.0 + gl.exp(-gate1)) * up1, row, second, group + 1, I, PAIRS, layout)
-    publish()
+def finish_tile(
+    PRODUCT: gl.constexpr, tile, vectors, meetings, places, rank, num_rows, eps, epoch,
+    H: gl.constexpr, I: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, RANKS: gl.constexpr,
+    PARTS: gl.constexpr, SIZES: gl.constexpr,
+):  # fmt: skip
+    """This program has written its part of a tile: if the others have, too, what comes before the next product."""
+    K: gl.constexpr = SIZES[0][PRODUCT]
+    counters, flags = meetings[0][PRODUCT], meetings[1][PRODUCT]
+    parts, residual, gain, normed, inner, squares = vectors
+    if PRODUCT == 1:
+        units: gl.constexpr = 2 * I // 128 * K
+        group = tile % (I // 128)
+        _, gates = programs_of(group, K, units)
+        _, ups = programs_of(group + I // 128, K, units)
+        if is_last(counters + group, gates + ups):
+            gate_times_up(group, parts[1], gates, ups, inner[0], inner[1], squares, num_rows, eps, H, I, PARTS[1], PAIRS,
+                          WARPS)  # fmt: skip
+            raise_flag(flags + group, epoch)
+    else:
+        _, count = programs_of(tile, K, H // 128 * K)
+        if is_last(counters + tile, count):
+            add_and_norm(tile, parts[PRODUCT], count, places[PRODUCT // 2], rank, residual, gain[PRODUCT // 2], normed[0],
+                         normed[1], squares, num_rows, H, PARTS[PRODUCT], PAIRS, WARPS, RANKS)  # fmt: skip
+            raise_flag(flags + tile, epoch)

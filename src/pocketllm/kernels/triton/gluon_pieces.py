@@ -1,10 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
-"""What persistent kernels in Gluon (Triton's lower level) share: waiting for kernels and for programs, pairs of e4m3."""
+"""What persistent kernels in Gluon (Triton's lower level) share: waiting for kernels and for programs, pairs of e4m3.
+
+Programs that wait for others must all run at the same time: no more than there are multiprocessors, one kernel after the
+other.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def _power_of_two(n):
+    """The least one that is no less than n, and than a warp's threads."""
+    return max(32, 1 << (n - 1).bit_length())
 
 
 @gluon.jit
@@ -31,37 +41,54 @@ def publish():
 
 
 @gluon.jit
-def _load_acquire(at):
+def load_acquire(at):
+    """int64 at each address of `at`. What was written before it was, can be read after."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [at], dtype=gl.int64, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def meet(counter, programs):
-    """Returns once all programs have come here; what they wrote before can then be read (by the copy engine, if they have
-    also called `publish`).
+def is_last(counter, expected):
+    """Whether this is the last of `expected` programs to come here. What all of them have written before, it can read.
 
-    counter [] int64 counts on for ever: nobody can be back here before all have left, so a ticket says which meeting it is
-    for. All programs must run at the same time.
+    counter [] int64 is 0 before the first and after the last.
     """
     gl.thread_barrier()
-    ticket = gl.atomic_add(counter, 1, sem="release", scope="gpu")
-    all_here = (ticket // programs + 1) * programs
-    while _load_acquire(counter) < all_here:
-        pass
-    gl.thread_barrier()
+    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
+    if last:
+        gl.store(counter, 0)
+    return last
 
 
 @gluon.jit
-def meet_ranks(flags, program, rank, RANKS: gl.constexpr):
-    """As `summands.meet`: returns once the counterparts of this program on all ranks have come here."""
+def raise_flag(flag, value):
+    """Says that what this program has written can be read (by the copy engine, if it has also called `publish`)."""
+    gl.thread_barrier()
+    gl.atomic_xchg(flag, value, sem="release", scope="gpu")
+
+
+@gluon.jit
+def wait_for_flags(flags, FLAGS: gl.constexpr, first, last, value, WARPS: gl.constexpr):
+    """Returns once flags [FLAGS] int64 of first .. last - 1 are no less than value. -> whether all of them were."""
+    PADDED: gl.constexpr = _power_of_two(FLAGS)
+    i = gl.arange(0, PADDED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    at = flags + gl.minimum(i, FLAGS - 1)
+    low = gl.where(load_acquire(at) < value, i, PADDED)
+    while gl.max(gl.where((low >= first) & (low < last), 1, 0), axis=0) > 0:
+        low = gl.where(load_acquire(at) < value, i, PADDED)
+    return gl.min(low, axis=0) == PADDED
+
+
+@gluon.jit
+def meet_ranks(flags, place, rank, RANKS: gl.constexpr):
+    """As `summands.meet`: returns once programs of all ranks have come to this place."""
     for peer in gl.static_range(RANKS):
         if peer != rank:
-            at = gl.load(flags + peer).to(gl.pointer_type(gl.int32)) + program * RANKS + rank
+            at = gl.load(flags + peer).to(gl.pointer_type(gl.int32)) + place * RANKS + rank
             while gl.atomic_cas(at, 0, 1, sem="release", scope="sys") != 0:
                 pass
-    own = gl.load(flags + rank).to(gl.pointer_type(gl.int32)) + program * RANKS
+    own = gl.load(flags + rank).to(gl.pointer_type(gl.int32)) + place * RANKS
     for peer in gl.static_range(RANKS):
         if peer != rank:
             while gl.atomic_cas(own + peer, 1, 0, sem="acquire", scope="sys") != 1:

@@ -1,0 +1,117 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
+# ruff: noqa: SIM102  (conditions the compiler knows, and ones that it does not)
+"""The warp of a bridge that asks for memory (see `bridge_kernels`).
+
+It fills a ring of places in shared memory with units of weights and of rows, in the order in which the other warps multiply
+them. It does not stop for what lies between two products: weights do not depend on it, and each group of columns of the
+rows is asked for as soon as some program has made it.
+
+No more than FLIGHT units are on their way at a time, twice what keeps memory busy. With a whole ring of them, whatever else
+goes to memory and back stands behind 4 us of weights: parts, counters and flags, five times between two products. (On an
+H200, a ring of 6 took no less time than one of 4, until that limit: then a step of 27B took 0.23 ms less.)
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from pocketllm.kernels.triton.gluon_pieces import load_acquire, wait_for_flags, wait_for_kernels
+
+
+@gluon.jit
+def unit_k(unit, UNITS_K: gl.constexpr, TURN: gl.constexpr):
+    """Which of a row's UNITS_K units it is. Tiles begin at different ones, as memory is slow where all programs read the
+    same columns of rows that lie a multiple of 1,024 bytes apart."""
+    return (unit % UNITS_K + unit // UNITS_K * TURN) % UNITS_K
+
+
+@gluon.jit
+def _fetch_unit(PRODUCT: gl.constexpr, plan, unit, smem, bar, SIZES: gl.constexpr):
+    """A tile's 128 rows and the columns of a unit, as tiles of 128 columns."""
+    UNITS_K: gl.constexpr = SIZES[0][PRODUCT]
+    k, tile = unit_k(unit, UNITS_K, SIZES[1][PRODUCT]) * SIZES[2], unit // UNITS_K
+    if PRODUCT < 3:
+        tma.async_copy_global_to_shared(plan[0][PRODUCT], [k, tile * 128, 0], bar, smem)
+    elif tile < plan[3]:
+        tma.async_copy_global_to_shared(plan[0][3], [k, tile * 128, 0], bar, smem)
+    else:
+        tma.async_copy_global_to_shared(plan[0][4], [k, (tile - plan[3]) * 128, 0], bar, smem)
+
+
+@gluon.jit
+def _fetch_weight(PRODUCT: gl.constexpr, g, plan, smem, bar, SIZES: gl.constexpr):
+    """Asks for the g-th of all units that this program reads. It belongs to product PRODUCT or a later one."""
+    firsts, ends = plan[1], plan[2]
+    if PRODUCT == 0 and g < ends[0]:
+        _fetch_unit(0, plan, firsts[0] + g, smem, bar, SIZES)
+    elif PRODUCT <= 1 and g < ends[1]:
+        _fetch_unit(1, plan, firsts[1] + g - ends[0], smem, bar, SIZES)
+    elif PRODUCT <= 2 and g < ends[2]:
+        _fetch_unit(2, plan, firsts[2] + g - ends[1], smem, bar, SIZES)
+    else:
+        _fetch_unit(3, plan, firsts[3] + g - ends[2], smem, bar, SIZES)
+
+
+@gluon.jit
+def _room(g, ring, NBYTES: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr):
+    """Waits until unit g's place in the ring is free and no more than FLIGHT units of weights are on their way, and says how
+    much will come."""
+    mbarrier.wait(ring[5].index(g % STAGES), (g // STAGES & 1) ^ 1)  # at once, the first time round
+    before = gl.maximum(g - FLIGHT, 0)
+    mbarrier.wait(ring[3].index(before % STAGES), before // STAGES & 1, pred=g >= FLIGHT)
+    mbarrier.expect(ring[3].index(g % STAGES), NBYTES)
+
+
+@gluon.jit
+def _feed_product(
+    PRODUCT: gl.constexpr, asked, plan, rows, made, FLAGS: gl.constexpr, epoch, ring, STAGES: gl.constexpr,
+    FLIGHT: gl.constexpr, NBYTES: gl.constexpr, SIZES: gl.constexpr,
+):  # fmt: skip
+    """A product's units, of which weights were asked for up to the asked-th of all; then weights of later ones, as many as
+    the ring holds. -> how many are asked for now. made [FLAGS]: of each group of 128 columns of rows, or None."""
+    base = plan[2][PRODUCT - 1] if PRODUCT > 0 else 0
+    end, all_units = plan[2][PRODUCT], plan[2][3]
+    all_made = made is None
+    for g in range(base, end):
+        at = plan[1][PRODUCT] + g - base
+        if g >= asked:
+            _room(g, ring, NBYTES[0], STAGES, FLIGHT)
+            _fetch_unit(PRODUCT, plan, at, ring[0].index(g % STAGES), ring[3].index(g % STAGES), SIZES)
+        k = unit_k(at, SIZES[0][PRODUCT], SIZES[1][PRODUCT]) * SIZES[2]
+        if made is not None:
+            if not all_made:
+                all_made = wait_for_flags(made, FLAGS, k, k + SIZES[2], epoch, 1)
+        bar, slot = ring[4].index(g % STAGES), g % STAGES
+        mbarrier.expect(bar, NBYTES[1])
+        tma.async_copy_global_to_shared(rows[0], [k, 0, 0], bar, ring[1].index(slot))
+        tma.async_copy_global_to_shared(rows[1], [k, 0], bar, ring[2].index(slot))
+    if PRODUCT < 3:
+        for g in range(gl.maximum(asked, end), gl.minimum(end + STAGES, all_units)):
+            _room(g, ring, NBYTES[0], STAGES, FLIGHT)
+            _fetch_weight(PRODUCT + 1, g, plan, ring[0].index(g % STAGES), ring[3].index(g % STAGES), SIZES)
+    return gl.maximum(asked, gl.minimum(end + STAGES, all_units))
+
+
+@gluon.jit
+def feed(
+    plan, rows, made, own, ring, H: gl.constexpr, I: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr,
+    NBYTES: gl.constexpr, SIZES: gl.constexpr,
+):  # fmt: skip
+    """All units of this program. plan: see `bridge_kernel`. rows: descriptors of a `Paired`'s codes and scales, of the
+    first product, of the second and the last, and of the third; made: flags of the last three.
+
+    ring: shared memory of weights, rows and their scales, and of each place three barriers: weights are there, rows are
+    there, all is read. NBYTES: of a unit's weights, and of its rows with scales.
+    """
+    asked = gl.minimum(plan[2][3], STAGES)
+    for g in range(asked):  # weights do not depend on the kernels before
+        _room(g, ring, NBYTES[0], STAGES, FLIGHT)
+        _fetch_weight(0, g, plan, ring[0].index(g), ring[3].index(g), SIZES)
+    wait_for_kernels()
+    epoch = load_acquire(own) + 1
+    asked = _feed_product(0, asked, plan, rows[0], None, 0, epoch, ring, STAGES, FLIGHT, NBYTES, SIZES)
+    asked = _feed_product(1, asked, plan, rows[1], made[0], H // 128, epoch, ring, STAGES, FLIGHT, NBYTES, SIZES)
+    asked = _feed_product(2, asked, plan, rows[2], made[1], I // 128, epoch, ring, STAGES, FLIGHT, NBYTES, SIZES)
+    _feed_product(3, asked, plan, rows[1], made[2], H // 128, epoch, ring, STAGES, FLIGHT, NBYTES, SIZES)
