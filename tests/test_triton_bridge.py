@@ -239,7 +239,7 @@ def test_the_last_bridge_leaves_summands() -> None:
 
 @on_hopper
 def test_bridges_follow_each_other_in_a_graph() -> None:
-    """Flags of tiles are only ever raised, one more by each kernel: many kernels, replayed, give the same bits every time."""
+    """Flags of tiles are only ever raised: many kernels, replayed, give the same bits every time."""
     weights = random_bridge(*SHAPES[1], small=True, last=False)
     x, residual = torch.randn(8, 4096, device=DEVICE).bfloat16(), torch.randn(8, 2048, device=DEVICE).bfloat16()
     cross, kept = kernels.bridge(weights, 8, torch.bfloat16), torch.empty_like(residual)
