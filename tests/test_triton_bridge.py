@@ -19,7 +19,7 @@ from engines import engine, feed, prompt
 from pocketllm.kernels import reference
 from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.protocol import Cross
-from pocketllm.kernels.triton.bridge import num_parts
+from pocketllm.kernels.triton.bridge import GROUPS, SIZES, num_parts
 from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.triton.pairs import to_pairs, weight_pairs
 from pocketllm.kernels.triton.quantize import times_sigmoid
@@ -95,6 +95,16 @@ def test_every_part_of_a_tile_has_one_writer(tiles: int, units: int, programs: i
             written[tile].append(program - begun)
     assert all(parts == list(range(len(parts))) for parts in written.values())
     assert max(map(len, written.values())) == num_parts(tiles, units, programs)
+
+
+@pytest.mark.parametrize("rows", SIZES)
+def test_a_ring_fits_and_cannot_lock_up(rows: int) -> None:
+    """Who feeds it waits for the unit asked for `flight` before: were that no longer in the ring, it would wait for ever."""
+    warps, stages, flight = SIZES[rows]
+    unit = GROUPS * (128 * 128 + 2 * rows * (128 + 4))
+    assert warps % 4 == 0
+    assert 0 < flight <= stages
+    assert stages * unit + 4096 <= 227 * 1024  # Hopper's shared memory; 4 KiB for scales and barriers
 
 
 def test_pairs_are_for_bridges_alone() -> None:
