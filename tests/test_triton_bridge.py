@@ -11,6 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,7 +23,7 @@ from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.protocol import Cross
 from pocketllm.kernels.triton.bridge import GROUPS, SIZES, num_parts
 from pocketllm.kernels.triton.linear_tuning import linear_table
-from pocketllm.kernels.triton.pairs import to_pairs, weight_pairs
+from pocketllm.kernels.triton.pairs import round_e4m3, to_pairs, weight_pairs
 from pocketllm.kernels.triton.quantize import times_sigmoid
 from pocketllm.kernels.types import Bridge, LinearWeight, Paired
 from pocketllm.parallel import MOST_MEETINGS, MOST_PARTS, Place, Summands
@@ -50,6 +52,25 @@ def rows_with_outliers(num_rows: int, k: int) -> Tensor:
     x[:, 5] *= 300
     x[0, 128:256] = 0
     return x.bfloat16()
+
+
+@triton.jit
+def round_kernel(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, round_e4m3(tl.load(x + i)))
+
+
+def test_rounding_to_e4m3() -> None:
+    """As torch rounds, ties and small numbers included; and NaN, whatever its bits, stays NaN."""
+    x = (torch.randn(4096) * torch.exp2(torch.randint(-14, 8, (4096,)))).clamp(-255, 255)
+    x[:4] = torch.tensor([0.015625, -0.015625, 0.0, 17.0])
+    x[4:8].view(torch.int32).copy_(torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F800001], dtype=torch.int64).int())
+    out = torch.empty(4096, device=DEVICE)
+    round_kernel[(1,)](x.to(DEVICE), out, 4096)
+    assert out[4:8].isnan().all()
+    wanted = x.to(torch.float8_e4m3fn).float()
+    assert torch.equal(out.cpu()[:4], wanted[:4])
+    assert torch.equal(out.cpu()[8:], wanted[8:])
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 33])

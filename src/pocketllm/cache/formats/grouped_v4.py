@@ -109,7 +109,7 @@ def numba_encode_groups(head_dim: int) -> Callable[..., Any]:
         for g in range(groups):  # the scales wait where the codes will be
             scale = fit_group(x + 64 * g)
             store_f32(packed + 4 * g, scale)
-            largest = largest if scale <= largest else scale
+            largest = largest if scale <= largest or largest != largest else scale
         exponent = (as_int(largest) >> 23 & 255) - (BITS - 1)
         exponent = max(exponent, 1) if exponent < 255 - (BITS - 1) else NO_NUMBER
         unit, word = as_float(exponent << 23), exponent << 24

@@ -18,7 +18,9 @@ TILE = 64  # tokens
 CHUNK = 32  # tokens whose V is decoded at a time
 MOST_ROWS = 32  # query rows of a piece of work
 PROGRAMS = 2  # of a multiprocessor, so that one's tensor cores work while the other's softmax does
-REGISTERS = 65536 // (PROGRAMS * 8 * 32)  # of a thread: eight warps are set up, for the copying one there are four
+REGISTERS = 65536 // (
+    PROGRAMS * 8 * 32
+)  # of a thread; eight warps are set up, as the copying one takes the place of four
 ROOM = 112 * 1024  # bytes of shared memory a program may take
 MOST_STAGES = 4
 
@@ -66,6 +68,7 @@ def split(
         hopper_split_kernel,
     )  # Gluon is not loaded where it is not used
 
+    assert all(tokens % TILE == 0 for tokens in config.splits)
     (n, q_len, num_heads, head_dim), hopper, device = q.shape, _pieces(pieces), q.device
     k, v, k_scales, v_scales = kv.planes
     kv_heads = k.shape[2]

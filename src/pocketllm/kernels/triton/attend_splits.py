@@ -5,7 +5,7 @@ SPLITS (`AttendConfig.splits`) is (tokens of a short split, tokens in short spli
 tokens are cut finer than the rest, as a short context would else keep few multiprocessors busy.
 
 A piece of work is a split of one sequence, a KV head and some of its query rows. Programs take the long pieces in turn.
-Those that got one less than others then take short pieces until they have caught up, and what is left goes round.
+Those that got one fewer than others then take short pieces until they have caught up, and what is left goes round.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ one program on each multiprocessor walks through four products:
 
 One of its warps asks for weights and rows in the order in which they will be needed (`bridge_feed`), the others multiply
 (here). What lies between two products is done by tiles of 128 columns, each by the program that was the last to finish a
-part of it (`bridge_sums`), which then raises the tile's flag; whoever needs only tiles whose flags are up may go on. So no
-program waits for all the others, and while it waits for some, the ring fills.
+part of it (`bridge_sums`), which then raises the tile's flag. A program goes on with the columns that are there; only the
+norm's factor, at the end of a tile, needs all of them. While it waits, the ring fills.
 
 Weights are multiplied as stored, by FP8 tensor cores; rows are pairs of e4m3 (`pairs`). The norm's factor is a number a row:
 what is rounded is x times the norm's weight, and the product of it is multiplied by the factor at its end.

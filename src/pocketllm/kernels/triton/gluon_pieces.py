@@ -42,7 +42,7 @@ def publish():
 
 @gluon.jit
 def load_acquire(at):
-    """int64 at each address of `at`. What was written before it was, can be read after."""
+    """int64 at each address of `at`. What was written before that number can be read afterwards."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b64 $0, [$1];", "=l,l", [at], dtype=gl.int64, is_pure=False, pack=1
     )
@@ -101,7 +101,7 @@ def _round_e4m3(v):
     """As `pairs.round_e4m3`."""
     bits = v.to(gl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(gl.float32, bitcast=True)
-    return gl.where(gl.abs(v) < 0.015625, (v + 24576.0) - 24576.0, normal)
+    return gl.where(gl.abs(v) >= 0.015625, normal, (v + 24576.0) - 24576.0)
 
 
 @gluon.jit

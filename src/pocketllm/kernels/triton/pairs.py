@@ -31,7 +31,8 @@ def round_e4m3(v):
     """Float32 numbers below 464 in size, each rounded to the nearest that e4m3 has (ties to even), as float32."""
     bits = v.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(v) < 0.015625, (v + 24576.0) - 24576.0, normal)  # below 2^-6: multiples of 2^-9
+    # Below 2^-6: multiples of 2^-9. NaN goes this way too: rounding its bits could make it a number.
+    return tl.where(tl.abs(v) >= 0.015625, normal, (v + 24576.0) - 24576.0)
 
 
 @triton.jit

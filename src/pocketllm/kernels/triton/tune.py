@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pocketllm.kernels.triton.attention import attend_with, prefill_with
+from pocketllm.kernels.triton import attend_hopper
+from pocketllm.kernels.triton.attention import attend_with, pieces_of, prefill_with
 from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, PrefillConfig, attention_config
 from pocketllm.kernels.types import AttentionMask, LayerKV, PlaneSpec
 
@@ -188,10 +189,11 @@ def tune_format(
     cases[VERIFY] = cases[CASES[0]]
     nbytes = codec.bytes_per_token(head_dim)
     now = attention_config(device, head_dim, nbytes).attend
-    candidates = (
-        replace(candidate, first_split=now.first_split, first_tokens=now.first_tokens)
-        for candidate in attend_candidates(nbytes < 4 * head_dim)
-    )
+    kv = cases[CASES[0]][0]
+    sizes: Iterable[AttendConfig] = attend_candidates(nbytes < 4 * head_dim)
+    if attend_hopper.fits(kv, pieces_of(kv), AttentionMask()):  # where nothing but splits matters
+        sizes = (replace(now, split=split) for split in SPLITS)
+    candidates = (replace(size, first_split=now.first_split, first_tokens=now.first_tokens) for size in sizes)
     attend = tune_attend(cases, num_heads, torch.bfloat16, candidates, note)
     kv = cases[CASES[1]][0]
     kv_len = kv.block_table.shape[1] * kv.page_size

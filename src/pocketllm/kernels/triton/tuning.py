@@ -34,6 +34,13 @@ class AttendConfig:
     first_split: int = 0
     first_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        first, until, split = self.splits
+        if until % first or until % split:
+            raise ValueError(f"the first {until} tokens must be whole splits of {first} and of {split}")
+        if split % self.block_n or first % self.block_n:
+            raise ValueError(f"splits of {first} and {split} tokens must be whole tiles of {self.block_n}")
+
     @property
     def splits(self) -> tuple[int, int, int]:
         """As kernels take them: tokens per split before the token of the second number, and after it."""

@@ -39,7 +39,8 @@ def _scales(groups):
         product, square = tl.sum(groups * level, axis=1), tl.sum(level * level, axis=1)
         explained = product * product / square
         better = (explained > most) | (explained != explained)
-        scale = tl.where(better, tl.maximum(product / square, _TINY), scale)
+        fitted = product / square
+        scale = tl.where(better, tl.where(fitted < _TINY, _TINY, fitted), scale)  # NaN stays
         most = tl.where(better, explained, most)
     return scale
 
@@ -48,7 +49,7 @@ def _scales(groups):
 def _store_v4(plane, words, row, x, D: tl.constexpr, DP: tl.constexpr):
     groups = tl.reshape(x, [DP // _GROUP, _GROUP])
     scale = _scales(groups)
-    largest = tl.max(scale, axis=0)
+    largest = tl.max(scale, axis=0) + 0.0 * tl.sum(scale, axis=0)  # a maximum passes over NaN
     exponent = (largest.to(tl.int32, bitcast=True) >> 23 & 255) - (_BITS - 1)
     exponent = tl.where(exponent < 255 - (_BITS - 1), tl.maximum(exponent, 1), _NO_NUMBER)
     unit = (exponent << 23).to(tl.float32, bitcast=True)
