@@ -206,6 +206,16 @@ def test_other_sizes(kv_format: KVFormat, halves: bool, most_blocks: int, monkey
     assert same(first, got[:, :1], kv_format)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [((128, 64, 96), "whole splits of 64"), ((128, 96, 96), "whole tiles"), ((96, 64, 64), "whole tiles")],
+)
+def test_splits_that_would_count_tokens_twice_are_refused(sizes: tuple[int, int, int], why: str) -> None:
+    split, first_split, first_tokens = sizes
+    with pytest.raises(ValueError, match=why):
+        AttendConfig(split, 64, 2, 4, 2, first_split=first_split, first_tokens=first_tokens)
+
+
 @pytest.mark.parametrize("kv_format", [FORMATS[n] for n in ("bf16", "int8_per_token_head")], ids=lambda f: f.name)
 @pytest.mark.parametrize("first_tokens", [64, 192])
 def test_a_slots_first_tokens_in_shorter_splits(kv_format: KVFormat, first_tokens: int) -> None:

@@ -22,7 +22,7 @@ class AttendConfig:
     `attend_hopper`, only splits matter.)
 
     halves: unpack V by halves of its dims, for less shared memory and fewer registers. first_split: tokens per split among
-    a slot's first `first_tokens`, whole splits of both sizes: one short slot alone would else keep few multiprocessors busy.
+    a slot's first `first_tokens`, whole splits of them: one short slot alone would else keep few multiprocessors busy.
     """
 
     split: int
@@ -36,8 +36,8 @@ class AttendConfig:
 
     def __post_init__(self) -> None:
         first, until, split = self.splits
-        if until % first or until % split:
-            raise ValueError(f"the first {until} tokens must be whole splits of {first} and of {split}")
+        if until % first:
+            raise ValueError(f"the first {until} tokens must be whole splits of {first}")
         if split % self.block_n or first % self.block_n:
             raise ValueError(f"splits of {first} and {split} tokens must be whole tiles of {self.block_n}")
 
