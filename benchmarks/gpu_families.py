@@ -1,10 +1,12 @@
 """Where the time of a pass goes on one GPU, by family of kernels.
 
     python benchmarks/gpu_families.py [--model NAME] [--cases 1x1024,8x1024,...] [--prefill N] [--variants]
+                                      [--rings 8x4x4,8x4x2,8x6x2]
 
 Decode passes are CUDA graphs, whose kernels overlap at their ends: a family's time is what the graph takes less when the
 family is left out (its results are then whatever is in memory). Prefill: the device's time inside each operation. With
---variants, the same decode passes with every setting of early launch.
+--variants, the same decode passes with every setting of early launch; with --rings, with bridges of so many warps, places in
+the ring and units of weights on their way.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,6 +27,7 @@ from pocketllm.cli.bench_run import context_needed, random_tokens
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.inputs import SlotTokens, pack
 from pocketllm.kernels import triton as kernels
+from pocketllm.kernels.triton.bridge import SIZES
 from pocketllm.kernels.triton.linear_tuning import LinearTable, linear_table
 from pocketllm.kernels.triton.pairs import room_for_pairs, takes_pairs
 from pocketllm.kernels.types import Activations, Bridge, Readers
@@ -162,6 +166,15 @@ def by_early_launch(engine: Engine, items: list[SlotTokens]) -> dict[int, float]
     return found
 
 
+def by_ring(engine: Engine, items: list[SlotTokens], rings: list[tuple[int, ...]]) -> dict[str, float]:
+    """Microseconds of the decode pass with bridges of each size (see `bridge.SIZES`)."""
+    found = {}
+    for ring in rings:
+        with patch.dict(SIZES, dict.fromkeys(SIZES, ring)):
+            found["x".join(map(str, ring))] = round(min(graph_us(engine, items) for _ in range(2)), 1)
+    return found
+
+
 def _set_early(table: LinearTable, early: int, rows: int, product_rows: int) -> None:
     object.__setattr__(table, "early", early)
     object.__setattr__(table, "early_rows", rows)
@@ -177,8 +190,10 @@ def main() -> None:
     parser.add_argument("--cases", default="1x1024,8x1024,32x1024,8x32768")
     parser.add_argument("--prefill", type=int, default=8192)
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--rings", default="")
     args = parser.parse_args()
     cases = [tuple(map(int, case.split("x"))) for case in args.cases.split(",")]
+    rings = [tuple(map(int, ring.split("x"))) for ring in args.rings.split(",") if ring]
     context = max(context_needed(length, 4) for _, length in cases)
     engine = Engine(
         args.model, load_format="dummy", kernels="triton", kv_cache_dtype=args.kv_cache_dtype,
@@ -192,6 +207,8 @@ def main() -> None:
             print(f"{slots}x{length}", json.dumps(decode_families(engine, items)), flush=True)
             if args.variants:
                 print("  by early launch", json.dumps(by_early_launch(engine, items)), flush=True)
+            if rings:
+                print("  by ring", json.dumps(by_ring(engine, items, rings)), flush=True)
     if args.prefill:
         tidy(engine)
         slot = engine.acquire_slot(args.prefill)

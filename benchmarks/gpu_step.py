@@ -25,9 +25,10 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -57,8 +58,9 @@ REQUESTS = 1000
 HYBRID, DENSE = "qwen3.5-0.8b", "smollm2-135m"
 
 
-def tiny_weights() -> None:
-    """From now on, dummy FP8 weights are those of vLLM's loader."""
+@contextmanager
+def tiny_weights() -> Iterator[None]:
+    """Meanwhile, dummy FP8 weights are those of vLLM's loader."""
     original = DummySource._pool
 
     def pool(source: DummySource, target: StoredFormat, k: int) -> tuple[torch.Tensor, ...]:
@@ -67,7 +69,8 @@ def tiny_weights() -> None:
             codes = torch.empty(codes.shape, device=codes.device).uniform_(-1e-3, 1e-3).to(codes.dtype)
         return codes, *scales
 
-    DummySource._pool = pool  # type: ignore[method-assign]
+    with patch.object(DummySource, "_pool", pool):
+        yield
 
 
 # -- small models ------------------------------------------------------------------------------------------------------
@@ -367,15 +370,14 @@ def main() -> None:
     report, parts = Report("gpu_step", args.out, args.seconds), set(args.parts.split(","))
     report.fact("model", args.model)
     report.fact("weights", args.weights)
-    if args.weights == "tiny":
-        tiny_weights()
     report.fact("kernels", "triton")
     report.fact("device", torch.cuda.get_device_name(DEVICE))
     report.fact("steps", STEPS)
     if "small" in parts:
         report.part("small", 50, lambda: small_model(report, HYBRID))
     if parts - {"small", "dense"}:
-        large_model(report, args.model, args.kv_cache_dtype.split(","), parts)
+        with tiny_weights() if args.weights == "tiny" else nullcontext():
+            large_model(report, args.model, args.kv_cache_dtype.split(","), parts)
     if "dense" in parts:
         report.part("dense", 30, lambda: small_model(report, DENSE))
     print(json.dumps({**report.facts, "rows": report.rows}), flush=True)

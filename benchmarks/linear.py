@@ -42,7 +42,7 @@ PASSES = 7
 
 
 @kernel
-def _read_lines(begin, end, x, out):  # type: ignore[no-untyped-def]
+def _read_lines(begin, end, x, out):
     total = tile_zeros(4)
     for i in range(begin, end):
         at = x + i * 256
@@ -56,7 +56,7 @@ def _read_lines(begin, end, x, out):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def read(pool, x, nbytes, out):  # type: ignore[no-untyped-def]
+def read(pool, x, nbytes, out):
     parallel_for(pool, _read_lines, nbytes // 256, nbytes // 256 // 32, (x, out))
 
 

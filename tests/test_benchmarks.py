@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -13,10 +14,13 @@ from xml.etree import ElementTree
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from pocketllm.engine.engine import Engine
 from pocketllm.models.registry import read_model
 from pocketllm.options import SamplingParams
+from pocketllm.weights.dummy import DummySource
+from pocketllm.weights.formats import FORMATS
 from tiny_models import make, make_gguf
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -54,6 +58,21 @@ def json_line(capsys):
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     return json.loads(out)
+
+
+def test_tiny_weights_are_mostly_zeros(script, monkeypatch):
+    """As the loader they are compared with leaves them in e4m3; afterwards, dummy weights are what they were."""
+    monkeypatch.syspath_prepend(FOLDER)
+    gpu_step, source = script("gpu_step"), DummySource.__new__(DummySource)
+    source._pools, source._seed, source._device = {}, 0, torch.device("cpu")
+    shares = []
+    for k, weights in ((512, gpu_step.tiny_weights()), (640, nullcontext())):  # pools are kept by width
+        with weights:
+            codes, scales = source._pool(FORMATS["fp8_block"], k)
+        assert (codes.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+        shares.append((codes.float() != 0).float().mean().item())
+    assert 0.01 < shares[0] < 0.04
+    assert shares[1] > 0.9
 
 
 def test_decode_has_a_row_for_each_context_kv_type_and_number_of_slots(script, model, capsys):

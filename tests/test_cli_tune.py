@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def test_the_quickest_sizes_are_written_and_found(home: Path, monkeypatch: pytes
     assert set(table) == {"device", "attention"}
     assert linear_tuning.parse(tuning.device_table("default")["linear"]).defaults
     assert sum(entry["head_dim"] == 64 for entry in table["attention"]) == 1
+
+
+def test_where_nothing_but_the_split_matters_splits_are_compared(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's kernel for quantised formats takes no other size: the rest stays what the table said."""
+    monkeypatch.setattr(tune, "CASES", (tune.Case(1, 512), tune.Case(2, 512)))
+    monkeypatch.setattr(tune, "VERIFY", tune.Case(1, 512, 4))
+    monkeypatch.setattr(tune, "COLD", 1)
+    monkeypatch.setattr(tune, "time_graph", lambda *_: 1.0)
+    monkeypatch.setattr(tune.attend_hopper, "fits", lambda *_: True)
+    heard: list[Any] = []
+    tune.tune_format(kv_format("fp8"), 64, 4, 1, CPU, lambda sizes, times: heard.append(sizes))
+    now = tuning.attention_config(CPU, 64, 136).attend
+    assert [s for s in heard if isinstance(s, AttendConfig)] == [replace(now, split=s) for s in tune.SPLITS]
 
 
 def test_other_devices_keep_their_tables(home: Path) -> None:

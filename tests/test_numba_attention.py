@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("numba")
 
-from pocketllm.cache.formats import KV_FORMATS, KVFormat
+from pocketllm.cache.formats import KV_FORMATS, KVFormat, grouped_v4
 from pocketllm.kernels.numba import attention, threads
 from pocketllm.kernels.numba.format_pieces import FormatPieces
 from pocketllm.kernels.reference import attention as reference
@@ -171,6 +171,16 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     threads.set_num_threads(request.param)
     yield request.param
     threads.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("name", "value"), [("UNITS", 62), ("LONGER", 1.01)])
+def test_an_edited_constant_finds_no_old_kernels(name: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that compiled code refers to in its module, and one that it has as a numpy scalar."""
+    fmt = KV_FORMATS["turboquant_k8v4"]
+    before = fmt.numba_pieces(64).key
+    assert fmt.numba_pieces(64).key == before
+    monkeypatch.setattr(grouped_v4, name, value)
+    assert fmt.numba_pieces(64).key != before
 
 
 @pytest.mark.parametrize("head_dim", [48, 64, 128])

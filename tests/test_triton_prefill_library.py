@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from pocketllm.cache.formats import KV_FORMATS
 from pocketllm.kernels import reference
-from pocketllm.kernels.triton import attention, prefill_library
+from pocketllm.kernels.triton import attention, prefill_library, tuning
 from pocketllm.kernels.triton.prefill_library import library_attention, long_prefill
 from pocketllm.kernels.types import AttentionMask, PrefillPart
 from test_triton_attention import DEVICE, EVERYTHING, GPU, error, ints, limit, make_kv
@@ -90,3 +90,14 @@ def test_the_workspace_of_a_long_chunk_holds_what_the_library_is_given() -> None
     short, long = (attention.attention_workspace(24, 256, attention.LONG - i, 40000) for i in (1, 0))
     per_token = short // (attention.LONG - 1)  # the merely longer chunk's own
     assert long - short > attention.BUFFER + per_token
+
+
+@pytest.mark.parametrize("device", ["default", "NVIDIA H200"])
+@pytest.mark.parametrize("tokens", [1, 128, 1000, 2048, 2049, 40000])
+def test_the_workspace_of_decode_holds_its_splits(device: str, tokens: int) -> None:
+    """Of any table: a row's values in float32, its largest score and its sum of weights, for each split."""
+    heads, head_dim = 24, 256
+    for config in tuning.parse(tuning.device_table(device)):
+        for sizes in (config.attend, config.verify):
+            partials = heads * sizes.num_splits(tokens) * (head_dim + 2) * 4
+            assert partials <= attention.attention_workspace(heads, head_dim, 1, tokens)

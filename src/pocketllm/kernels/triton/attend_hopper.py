@@ -1,4 +1,4 @@
-"""Launches `attend_hopper_kernels` where it fits."""
+"""Decode and verify by `attend_hopper_kernels`: where that fits, and its launch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from pocketllm.kernels.triton.attend_hopper_queries import query_pairs_kernel
@@ -31,6 +32,8 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def fits(kv: LayerKV, pieces: TritonPieces, mask: AttentionMask) -> bool:
+    """Whether a layer's cache is read by it: on a Hopper GPU, heads of 256, pages of whole tiles, a format that offers
+    `HopperPieces`, no window, no key bias to add to the scores."""
     return (
         pieces.hopper is not None
         and _is_hopper(kv.block_table.device)
@@ -60,7 +63,9 @@ def split(
     pieces: TritonPieces, signs: Tensor | None, kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor,
     part_out: Tensor, part_sums: Tensor, scale: float, config: AttendConfig, early: int,
 ) -> None:  # fmt: skip
-    """The splits of q [n, Q, HQ, D] as of `attend_kernels.split_kernel`; q as it comes, scale includes log2(e)."""
+    """Writes the splits of q [n, Q, HQ, D], which it rotates itself (signs [D] float32 or None), to part_out [n * Q * HQ,
+    splits, D] fp16 and part_sums [n * Q * HQ, splits, 2] float32, as `attend_kernels.split_kernel` does. scale includes
+    log2(e)."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -73,7 +78,7 @@ def split(
     k, v, k_scales, v_scales = kv.planes
     kv_heads = k.shape[2]
     group_rows = num_heads // kv_heads * q_len
-    rows = min(max(1 << (group_rows - 1).bit_length(), 8), MOST_ROWS)
+    rows = min(max(triton.next_power_of_2(group_rows), 8), MOST_ROWS)
     per_head = -(-group_rows // rows)
     heads = {"Q": q_len, "HQ": num_heads, "HK": kv_heads, "D": head_dim, "N": rows, "EARLY": early}
     codes = torch.empty(n * kv_heads * per_head * 2 * rows, head_dim, dtype=k.dtype, device=device)
@@ -86,7 +91,7 @@ def split(
     hopper_split_kernel[(PROGRAMS * multiprocessors(device),)](
         _tiles_of(k), _tiles_of(v), k_scales, v_scales, queries, factors, kv.block_table, kv.block_table.shape[1],
         slot_ids, kv_lens, n, part_out, part_sums, part_out.shape[1], scale,
-        PAGE=kv.page_size, SPLITS=config.splits, NP=max(1 << (n - 1).bit_length(), 32),
+        PAGE=kv.page_size, SPLITS=config.splits, NP=max(triton.next_power_of_2(n), 32),
         STAGES=min((ROOM - fixed) // stage, MOST_STAGES), CHUNK=CHUNK, JOIN=hopper.join, LOAD_V=hopper.load_v,
         IN_ORDER=hopper.in_order, V_FACTOR=hopper.v_factor, **heads,
         num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=early > 0,

@@ -32,18 +32,19 @@ def _fetch_unit(PRODUCT: gl.constexpr, plan, unit, smem, bar, SIZES: gl.constexp
     """A tile's 128 rows and the columns of a unit, as tiles of 128 columns."""
     UNITS_K: gl.constexpr = SIZES[0][PRODUCT]
     k, tile = unit_k(unit, UNITS_K, SIZES[1][PRODUCT]) * SIZES[2], unit // UNITS_K
+    weights, _, _, in_tiles, _ = plan
     if PRODUCT < 3:
-        tma.async_copy_global_to_shared(plan[0][PRODUCT], [k, tile * 128, 0], bar, smem)
-    elif tile < plan[3]:
-        tma.async_copy_global_to_shared(plan[0][3], [k, tile * 128, 0], bar, smem)
+        tma.async_copy_global_to_shared(weights[PRODUCT], [k, tile * 128, 0], bar, smem)
+    elif tile < in_tiles:
+        tma.async_copy_global_to_shared(weights[3], [k, tile * 128, 0], bar, smem)
     else:
-        tma.async_copy_global_to_shared(plan[0][4], [k, (tile - plan[3]) * 128, 0], bar, smem)
+        tma.async_copy_global_to_shared(weights[4], [k, (tile - in_tiles) * 128, 0], bar, smem)
 
 
 @gluon.jit
 def _fetch_weight(PRODUCT: gl.constexpr, g, plan, smem, bar, SIZES: gl.constexpr):
     """Asks for the g-th of all units that this program reads. It belongs to product PRODUCT or a later one."""
-    firsts, ends = plan[1], plan[2]
+    _, firsts, ends, _, _ = plan
     if PRODUCT == 0 and g < ends[0]:
         _fetch_unit(0, plan, firsts[0] + g, smem, bar, SIZES)
     elif PRODUCT <= 1 and g < ends[1]:
@@ -58,10 +59,11 @@ def _fetch_weight(PRODUCT: gl.constexpr, g, plan, smem, bar, SIZES: gl.constexpr
 def _room(g, ring, NBYTES: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr):
     """Waits until unit g's place in the ring is free and no more than FLIGHT units of weights are on their way, and says how
     much will come."""
-    mbarrier.wait(ring[5].index(g % STAGES), (g // STAGES & 1) ^ 1)  # at once, the first time round
+    _, _, _, weights_here, _, all_read = ring
+    mbarrier.wait(all_read.index(g % STAGES), (g // STAGES & 1) ^ 1)  # at once, the first time round
     before = gl.maximum(g - FLIGHT, 0)
-    mbarrier.wait(ring[3].index(before % STAGES), before // STAGES & 1, pred=g >= FLIGHT)
-    mbarrier.expect(ring[3].index(g % STAGES), NBYTES)
+    mbarrier.wait(weights_here.index(before % STAGES), before // STAGES & 1, pred=g >= FLIGHT)
+    mbarrier.expect(weights_here.index(g % STAGES), NBYTES)
 
 
 @gluon.jit
@@ -71,26 +73,28 @@ def _feed_product(
 ):  # fmt: skip
     """A product's units, of which weights were asked for up to the asked-th of all; then weights of later ones, as many as
     the ring holds. -> how many are asked for now. made [FLAGS]: of each group of 128 columns of rows, or None."""
-    base = plan[2][PRODUCT - 1] if PRODUCT > 0 else 0
-    end, all_units = plan[2][PRODUCT], plan[2][3]
+    _, firsts, ends, _, _ = plan
+    w_smem, x_smem, scales_smem, weights_here, rows_here, _ = ring
+    base = ends[PRODUCT - 1] if PRODUCT > 0 else 0
+    end, all_units = ends[PRODUCT], ends[3]
     all_made = made is None
     for g in range(base, end):
-        at = plan[1][PRODUCT] + g - base
+        at = firsts[PRODUCT] + g - base
         if g >= asked:
             _room(g, ring, NBYTES[0], STAGES, FLIGHT)
-            _fetch_unit(PRODUCT, plan, at, ring[0].index(g % STAGES), ring[3].index(g % STAGES), SIZES)
+            _fetch_unit(PRODUCT, plan, at, w_smem.index(g % STAGES), weights_here.index(g % STAGES), SIZES)
         k = unit_k(at, SIZES[0][PRODUCT], SIZES[1][PRODUCT]) * SIZES[2]
         if made is not None:
             if not all_made:
                 all_made = wait_for_flags(made, FLAGS, k, k + SIZES[2], epoch, 1)
-        bar, slot = ring[4].index(g % STAGES), g % STAGES
+        bar, slot = rows_here.index(g % STAGES), g % STAGES
         mbarrier.expect(bar, NBYTES[1])
-        tma.async_copy_global_to_shared(rows[0], [k, 0, 0], bar, ring[1].index(slot))
-        tma.async_copy_global_to_shared(rows[1], [k, 0], bar, ring[2].index(slot))
+        tma.async_copy_global_to_shared(rows[0], [k, 0, 0], bar, x_smem.index(slot))
+        tma.async_copy_global_to_shared(rows[1], [k, 0], bar, scales_smem.index(slot))
     if PRODUCT < 3:
         for g in range(gl.maximum(asked, end), gl.minimum(end + STAGES, all_units)):
             _room(g, ring, NBYTES[0], STAGES, FLIGHT)
-            _fetch_weight(PRODUCT + 1, g, plan, ring[0].index(g % STAGES), ring[3].index(g % STAGES), SIZES)
+            _fetch_weight(PRODUCT + 1, g, plan, w_smem.index(g % STAGES), weights_here.index(g % STAGES), SIZES)
     return gl.maximum(asked, gl.minimum(end + STAGES, all_units))
 
 
@@ -105,10 +109,11 @@ def feed(
     ring: shared memory of weights, rows and their scales, and of each place three barriers: weights are there, rows are
     there, all is read. NBYTES: of a unit's weights, and of its rows with scales.
     """
+    w_smem, _, _, weights_here, _, _ = ring
     asked = gl.minimum(plan[2][3], STAGES)
     for g in range(asked):  # weights do not depend on the kernels before
         _room(g, ring, NBYTES[0], STAGES, FLIGHT)
-        _fetch_weight(0, g, plan, ring[0].index(g), ring[3].index(g), SIZES)
+        _fetch_weight(0, g, plan, w_smem.index(g), weights_here.index(g), SIZES)
     wait_for_kernels()
     epoch = load_acquire(own) + 1
     asked = _feed_product(0, asked, plan, rows[0], None, 0, epoch, ring, STAGES, FLIGHT, NBYTES, SIZES)

@@ -53,7 +53,8 @@ def _tile(smem, slot, group: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.conste
 @gluon.jit
 def _start(ring, slot, group: gl.constexpr, PAIRS: gl.constexpr, nothing, GROUPS: gl.constexpr):
     """A group's product, on its way."""
-    w, x = _tile(ring[0], slot, group, 128, GROUPS), _tile(ring[1], slot, group, PAIRS, GROUPS).permute((1, 0))
+    w_smem, x_smem, _, _, _, _ = ring
+    w, x = _tile(w_smem, slot, group, 128, GROUPS), _tile(x_smem, slot, group, PAIRS, GROUPS).permute((1, 0))
     return warpgroup_mma(w, x, nothing, use_acc=False, is_async=True)
 
 
@@ -104,18 +105,21 @@ def keep_scales(PRODUCT: gl.constexpr, scales, plan, smem, WARPS: gl.constexpr, 
     layout: gl.constexpr = gl.BlockedLayout([1, GROUPS], [32, 1], [WARPS, 1], [1, 0])
     i = gl.arange(0, smem.shape[0], layout=gl.SliceLayout(1, layout))
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, layout))
-    base = plan[2][PRODUCT - 1] if PRODUCT > 0 else 0
-    real = i < plan[2][PRODUCT] - base
-    unit = plan[1][PRODUCT] + i
+    _, firsts, ends, in_tiles, _ = plan
+    base = ends[PRODUCT - 1] if PRODUCT > 0 else 0
+    real = i < ends[PRODUCT] - base
+    unit = firsts[PRODUCT] + i
     k, tile = unit_k(unit, UNITS_K, SIZES[1][PRODUCT]), unit // UNITS_K
     if PRODUCT < 3:
         at = (tile * UNITS_K + k) * GROUPS
         values = gl.load(scales[0] + at[:, None] + group[None, :], mask=real[:, None], other=0.0)
     else:
-        wide = tile < plan[3]
-        at = (gl.where(wide, tile, tile - plan[3]) * UNITS_K + k) * GROUPS
+        wide = tile < in_tiles
+        at = (gl.where(wide, tile, tile - in_tiles) * UNITS_K + k) * GROUPS
         values = gl.load(scales[0] + at[:, None] + group[None, :], mask=(real & wide)[:, None], other=0.0)
-        values += gl.load(scales[1] + at[:, None] + group[None, :], mask=(real & (tile >= plan[3]))[:, None], other=0.0)
+        values += gl.load(
+            scales[1] + at[:, None] + group[None, :], mask=(real & (tile >= in_tiles))[:, None], other=0.0
+        )
     smem.store(values)
 
 
@@ -136,8 +140,11 @@ def multiply(
     K: gl.constexpr = SIZES[0][PRODUCT]
     GROUPS: gl.constexpr = SIZES[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PAIRS, 32])
-    base = plan[2][PRODUCT - 1] if PRODUCT > 0 else 0
-    first, count = plan[1][PRODUCT], plan[2][PRODUCT] - base
+    _, firsts, ends, in_tiles, tiles = plan
+    _, _, x_scales, weights_here, rows_here, all_read = ring
+    squares, flags = vectors[5], meetings[1]
+    base = ends[PRODUCT - 1] if PRODUCT > 0 else 0
+    first, count = firsts[PRODUCT], ends[PRODUCT] - base
     slot, parity = base % STAGES, base // STAGES & 1
     nothing = gl.zeros([128, PAIRS], gl.float32, layout)
     sums = nothing
@@ -145,24 +152,24 @@ def multiply(
     for i in range(count):
         unit = first + i
         tile = unit // K
-        mbarrier.wait(ring[3].index(slot), parity)
-        mbarrier.wait(ring[4].index(slot), parity)
+        mbarrier.wait(weights_here.index(slot), parity)
+        mbarrier.wait(rows_here.index(slot), parity)
         if ROWS > _TOGETHER:  # registers hold one product
             for group in gl.static_range(GROUPS):
-                group_factors = _factors(kept, i, ring[2], slot, group, layout)
+                group_factors = _factors(kept, i, x_scales, slot, group, layout)
                 product = warpgroup_mma_wait(0, deps=[_start(ring, slot, group, PAIRS, nothing, GROUPS)])
                 if group == GROUPS - 1:
-                    mbarrier.arrive(ring[5].index(slot))
+                    mbarrier.arrive(all_read.index(slot))
                 sums = _add(sums, product, group_factors)
         else:
             started, unit_factors = (), ()
             for group in gl.static_range(GROUPS):
                 started = started + (_start(ring, slot, group, PAIRS, nothing, GROUPS),)
-                unit_factors = unit_factors + (_factors(kept, i, ring[2], slot, group, layout),)
+                unit_factors = unit_factors + (_factors(kept, i, x_scales, slot, group, layout),)
             for group in gl.static_range(GROUPS):
                 product = warpgroup_mma_wait(GROUPS - 1 - group, deps=[started[group]])
                 if group == GROUPS - 1:
-                    mbarrier.arrive(ring[5].index(slot))
+                    mbarrier.arrive(all_read.index(slot))
                 sums = _add(sums, product, unit_factors[group])
         slot += 1
         if slot == STAGES:
@@ -171,27 +178,27 @@ def multiply(
         stop = (unit + 1) % K == 0
         if stop | (i + 1 == count):
             if PRODUCT == 3:
-                wait_for_flags(meetings[1][2], H // 128, 0, H // 128, epoch, WARPS)
+                wait_for_flags(flags[2], H // 128, 0, H // 128, epoch, WARPS)
                 over: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
                 row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, over))
-                factors.store(row_factors(vectors[5], row, row < num_rows, eps, H, over))
-                if tile < plan[3]:
-                    _store_tile(sums, factors, out[0], tile, plan[3] * 128, num_rows, ROWS)
+                factors.store(row_factors(squares, row, row < num_rows, eps, H, over))
+                if tile < in_tiles:
+                    _store_tile(sums, factors, out[0], tile, in_tiles * 128, num_rows, ROWS)
                 else:
-                    _store_tile(sums, factors, out[1] + (tile - plan[3]) * 128 * num_rows, 0, 128, num_rows, ROWS)
+                    _store_tile(sums, factors, out[1] + (tile - in_tiles) * 128 * num_rows, 0, 128, num_rows, ROWS)
             else:
                 begun, programs = programs_of(tile, K, N // 128 * K)
                 at = out + (gl.program_id(0) - begun) * num_rows * N
                 _store_tile(sums, None, at, tile, N, num_rows, ROWS)
                 if PRODUCT == 2:  # of the last bridge, whoever reads the parts adds up all there may be
-                    if stop & (plan[4] == 0):
+                    if stop & (tiles == 0):
                         for other in range(programs, PARTS[2]):
                             _clear_tile(out + other * num_rows * N, tile, N, num_rows, ROWS, WARPS)
                 if PRODUCT == 1:
                     if normed == 0:
-                        wait_for_flags(meetings[1][0], H // 128, 0, H // 128, epoch, WARPS)
+                        wait_for_flags(flags[0], H // 128, 0, H // 128, epoch, WARPS)
                     normed = 1
-                if (PRODUCT < 2) | (plan[4] > 0):
+                if (PRODUCT < 2) | (tiles > 0):
                     finish_tile(PRODUCT, tile, vectors, meetings, places, rank, num_rows, eps, epoch, H, I, PAIRS, WARPS,
                                 RANKS, PARTS, SIZES)  # fmt: skip
             sums = nothing

@@ -7,11 +7,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from pocketllm.kernels.triton.gluon_pieces import is_last, meet_ranks, publish, raise_flag, store_pairs
+from pocketllm.kernels.triton.gluon_pieces import is_last, meet_ranks, power_of_two, publish, raise_flag, store_pairs
 
 
 @gluon.constexpr_function
 def _rows_at_a_time(pairs):
+    """Of 8 to 64 rows (pairs: twice as many): more in flight are quicker, but with 64 there are no registers for them."""
     return 16 if 32 <= pairs <= 64 else 8
 
 
@@ -24,16 +25,11 @@ def _sum_of_parts(parts, count, stride, at, real, PARTS: gl.constexpr, shape: gl
     return total
 
 
-@gluon.constexpr_function
-def _padded(groups):
-    return 1 << (groups - 1).bit_length()
-
-
 @gluon.jit
 def row_factors(squares, row, real, eps, H: gl.constexpr, over: gl.constexpr):
     """1 / sqrt(mean of squares + eps) of rows `row` [R]. over: layout of [R, groups]."""
     groups: gl.constexpr = H // 128
-    j = gl.arange(0, _padded(groups), layout=gl.SliceLayout(0, over))
+    j = gl.arange(0, power_of_two(groups), layout=gl.SliceLayout(0, over))
     inside = real[:, None] & (j < groups)[None, :]
     each = gl.load(squares + row[:, None] * groups + j[None, :], mask=inside, other=0.0)
     return gl.rsqrt(gl.sum(each, axis=1) / H + eps)

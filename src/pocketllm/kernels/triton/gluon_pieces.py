@@ -12,9 +12,9 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def _power_of_two(n):
-    """The least one that is no less than n, and than a warp's threads."""
-    return max(32, 1 << (n - 1).bit_length())
+def power_of_two(n, least=1):
+    """The smallest one that is no less than n, nor than `least`, which is one."""
+    return max(least, 1 << (n - 1).bit_length())
 
 
 @gluon.jit
@@ -71,7 +71,7 @@ def raise_flag(flag, value):
 @gluon.jit
 def wait_for_flags(flags, FLAGS: gl.constexpr, first, last, value, WARPS: gl.constexpr):
     """Returns once flags [FLAGS] int64 of first .. last - 1 are no less than value. -> whether all of them were."""
-    PADDED: gl.constexpr = _power_of_two(FLAGS)
+    PADDED: gl.constexpr = power_of_two(FLAGS, 32)
     i = gl.arange(0, PADDED, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     at = flags + gl.minimum(i, FLAGS - 1)
     low = gl.where(load_acquire(at) < value, i, PADDED)
