@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from pocketllm.kernels.triton.attend_splits import long_splits, piece_of, share_of, short_splits, split_start
 from pocketllm.kernels.triton.gluon_pieces import launch_dependents, wait_for_kernels
+from pocketllm.kernels.triton.numerics import exp2, inverse, log2
 
 TILE = 64  # tokens
 WARPS = 4  # of which each has 16 tokens' scores
@@ -39,23 +40,6 @@ _COPIERS = gl.constexpr(32)  # threads that copy scales
 @gluon.jit
 def _add(a, b):
     return a + b
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _log2(x):
-    """As `numerics.log2`."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _inverse(x):
-    """As `numerics.inverse`."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -223,16 +207,16 @@ def _attend(
             scores = gl.convert_layout(JOIN(high, low), layout) * factor[None, :]
             # V's scale is part of the score, and the sum takes it out again: see `softmax.softmax_step`.
             k_scales = gl.broadcast(k_scale[:, None], scores)[0]
-            scores = gl.fma(scores, k_scales, gl.broadcast(_log2(v_scale)[:, None], scores)[0])
+            scores = gl.fma(scores, k_scales, gl.broadcast(log2(v_scale)[:, None], scores)[0])
             scores = gl.where((start + n)[:, None] <= position[None, :], scores, float("-inf"))
             new_largest = gl.maximum(largest, _largest(scores, room.index(half), N, per_row))
             half ^= 1
             reference = gl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights, shrink = _exp2(scores - reference[None, :]), _exp2(largest - reference)
+            weights, shrink = exp2(scores - reference[None, :]), exp2(largest - reference)
             largest = new_largest
-            inverse = gl.where(start + n < kv_len, _inverse(v_scale), 0.0)  # past the last token there may be no number
+            of_scale = gl.where(start + n < kv_len, inverse(v_scale), 0.0)  # past the last token there may be no number
             shrink_total = gl.convert_layout(shrink, gl.SliceLayout(0, total.type.layout))
-            added = _over_pairs(weights * inverse[:, None], N)
+            added = _over_pairs(weights * of_scale[:, None], N)
             total = gl.fma(total, gl.broadcast(shrink_total[None, :], total)[0], added)
             weights_smem.permute((1, 0)).store(weights.to(gl.float16))
             fence_async_shared()

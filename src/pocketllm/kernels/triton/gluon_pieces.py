@@ -10,6 +10,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from pocketllm.kernels.triton.pairs import round_e4m3, scale_of
+
 
 @gluon.constexpr_function
 def power_of_two(n, least=1):
@@ -97,14 +99,6 @@ def meet_ranks(flags, place, rank, RANKS: gl.constexpr):
 
 
 @gluon.jit
-def _round_e4m3(v):
-    """As `pairs.round_e4m3`."""
-    bits = v.to(gl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(gl.float32, bitcast=True)
-    return gl.where(gl.abs(v) >= 0.015625, normal, (v + 24576.0) - 24576.0)
-
-
-@gluon.jit
 def store_pairs(codes, scales, v, row, real, group, K: gl.constexpr, PAIRS: gl.constexpr, layout: gl.constexpr):
     """v [R, 128] float32, columns of a group of rows `row` -> their places in a `types.Paired` (PAIRS = 2 R of it).
 
@@ -112,11 +106,10 @@ def store_pairs(codes, scales, v, row, real, group, K: gl.constexpr, PAIRS: gl.c
     """
     c = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
     largest = gl.max(gl.abs(v), axis=1)
-    exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) - 7, 1)  # as `pairs.scale_of`
-    scale = (exponent << 23).to(gl.float32, bitcast=True)
-    v = v * ((254 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-    high = _round_e4m3(v)
-    low = _round_e4m3((v - high) * 16.0)
+    scale, inverse = scale_of(largest)
+    v = v * inverse[:, None]
+    high = round_e4m3(v)
+    low = round_e4m3((v - high) * 16.0)
     at = codes + (row * K)[:, None] + (group * 128 + c)[None, :]
     gl.store(at, high.to(gl.float8e4nv), mask=real[:, None])
     gl.store(at + PAIRS // 2 * K, low.to(gl.float8e4nv), mask=real[:, None])
