@@ -1,10 +1,11 @@
 """Times the Gated DeltaNet kernels of one layer of Qwen3.5-27B on a GPU, with several ways to share out the work.
 
-    python benchmarks/gpu_gated_delta.py             steps: checks them, then times decode of 1, 8, 32 slots
+    python benchmarks/gpu_gated_delta.py             steps: checks them, then times those that are right
     python benchmarks/gpu_gated_delta.py --prefill   checks prefill against the reference, then times it by kernel
 
 `floor` is the time in which a device-to-device copy moves what a kernel must read and write. A line of the prefill's table
-is one run with these sizes: each kernel's figure depends on its own sizes only.
+is one run with these sizes: each kernel's figure depends on its own sizes only. A line of the steps' table: us of decode
+with 16-bit outputs, of decode with pairs for a bridge, of verify with 4 tokens a slot, each at the numbers of slots above.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import multiprocessing
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -26,6 +28,7 @@ from gpu_attention import copy_bandwidth
 from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.reference import gated_delta as reference
 from pocketllm.kernels.triton import gated_delta
+from pocketllm.kernels.triton.delta_hopper import HopperStep
 from pocketllm.kernels.triton.gated_delta import ChunkConfig, ConvConfig, StateConfig
 from pocketllm.kernels.triton.tune import time_graph
 from pocketllm.kernels.types import Bridge, GatedDeltaWeights, LayerState, LinearWeight, Readers
@@ -34,7 +37,10 @@ from pocketllm.weights.formats import FORMATS
 DEVICE = torch.device("cuda", 0)
 KEY_HEADS, HEADS, DIM, TAPS = 16, 48, 128, 4
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
-SLOTS = 32
+SLOTS = 64
+DECODED, VERIFIED = (1, 2, 4, 8, 32, 64), (1, 8, 32)  # slots
+DRAFTS = 4  # tokens a slot
+PATIENCE = 30.0  # seconds that checks may take: none may wait for ever
 KERNELS = ("conv_kernel", "chunk_kernel", "scan_kernel", "gated_norm_kernel")
 Variant = tuple[ConvConfig, ChunkConfig, StateConfig]
 CONVS = [ConvConfig(8, 8, 4), ConvConfig(16, 8, 8), ConvConfig(8, 4, 4), ConvConfig(4, 8, 2), ConvConfig(16, 4, 8)]
@@ -43,7 +49,11 @@ SCANS = [
     StateConfig(64, 4, 3), StateConfig(128, 8, 3), StateConfig(64, 4, 2), StateConfig(64, 4, 1), StateConfig(64, 8, 3),
     StateConfig(128, 8, 2), StateConfig(128, 8, 1), StateConfig(64, 8, 2),
 ]  # fmt: skip
-STEPS: list[tuple[int, int | None]] = [(8, 128), (8, None), (4, None), (16, None)]  # as `gated_delta.STEP`
+Step = HopperStep | tuple[int, int | None]  # `gated_delta.HOPPER_STEP`, or where that is None, `gated_delta.STEP`
+STEPS: list[Step] = [
+    (4, None), (8, 128), HopperStep(4, 3, 2, 96), HopperStep(4, 3, 1, 104), HopperStep(4, 2, 2, 96),
+    HopperStep(8, 3, 1, 96),
+]  # fmt: skip
 REPEATS = 5  # of a variant; the first is not counted
 
 
@@ -82,37 +92,82 @@ def batch(lengths: list[int], starts: list[int] | None = None) -> tuple[Tensor, 
     return ints(*range(len(lengths))), ints(0, *accumulate(lengths)), ints(*ends)
 
 
-def decode_calls(x: tuple[Tensor, ...], w: GatedDeltaWeights, states: list[LayerState], **more: Any) -> list[Any]:
-    """Steps of other slots each time, so that no state is in L2 when it is read: 32 slots of each layer's states."""
-    slots = len(x[0])
-    slot_ids = torch.arange(SLOTS, dtype=torch.int32, device=DEVICE).view(-1, slots)
-    return [partial(kernels.gated_delta_decode, *x, w, s, ids, **more) for s in states for ids in slot_ids]
+def step_inputs(tokens: int, pairs: bool) -> tuple[Any, ...]:
+    x = inputs(tokens)
+    if pairs:  # as the kernel before then leaves them: gates in two summands
+        return (*x[:2], *torch.randn(2, tokens, 2 * HEADS, device=DEVICE).split(HEADS, dim=2))
+    return x
+
+
+def decode_calls(x: tuple[Tensor, ...], w: GatedDeltaWeights, states: list[LayerState], readers: Readers) -> list[Any]:
+    """Steps of other slots each time, so that no state is in L2 when it is read: all slots of each layer's states."""
+    slot_ids = torch.arange(SLOTS, dtype=torch.int32, device=DEVICE).view(-1, len(x[0]))
+    return [partial(kernels.gated_delta_decode, *x, w, s, ids, readers=readers) for s in states for ids in slot_ids]
+
+
+def verify_calls(x: tuple[Tensor, ...], w: GatedDeltaWeights, states: list[LayerState]) -> list[Any]:
+    slot_ids = torch.arange(SLOTS, dtype=torch.int32, device=DEVICE).view(-1, len(x[0]) // DRAFTS)
+    return [partial(kernels.gated_delta_verify, *x, w, s, ids, DRAFTS) for s in states for ids in slot_ids]
+
+
+def timed_calls(w: GatedDeltaWeights, states: list[LayerState]) -> list[list[list[Any]]]:
+    """Calls of each figure of each third of a line of the table."""
+    return [
+        [decode_calls(step_inputs(n, False), w, states, ()) for n in DECODED],
+        [decode_calls(step_inputs(n, True), w, states, any_bridge()) for n in DECODED],
+        [verify_calls(inputs(n * DRAFTS), w, states) for n in VERIFIED],
+    ]
+
+
+def use_step(step: Step) -> None:
+    if isinstance(step, HopperStep):
+        gated_delta.HOPPER_STEP = step
+    else:
+        gated_delta.HOPPER_STEP, gated_delta.STEP = None, step
+
+
+def check_step(step: Step) -> None:
+    """In a process of its own. Also compiles what is timed."""
+    w = weights()
+    use_step(step)
+    wrong = check_steps(w) + check_many(w, step)
+    for what in wrong:
+        print(f"WRONG with {step}: {what}", flush=True)
+    for part in timed_calls(w, [state(journal=DRAFTS)]):
+        for calls in part:
+            calls[0]()
+    torch.cuda.synchronize()
+    sys.exit(bool(wrong))
+
+
+def right_steps() -> list[Step]:
+    """All are checked at the same time; one that hangs does not keep the others from being timed."""
+    end, right = time.perf_counter() + PATIENCE, []
+    running = [multiprocessing.get_context("spawn").Process(target=check_step, args=(step,)) for step in STEPS]
+    for process in running:
+        process.start()
+    for step, process in zip(STEPS, running, strict=True):
+        process.join(max(end - time.perf_counter(), 0.1))
+        if process.exitcode == 0:
+            right.append(step)
+        else:
+            print(f"NOT TIMED, as it {'hangs' if process.is_alive() else 'is wrong'}: {step}", flush=True)
+            process.kill()
+    return right
 
 
 def steps() -> None:
-    begin, w, bandwidth = time.perf_counter(), weights(), copy_bandwidth()
-    states = [state() for _ in range(3)]  # more than L2 holds
-    chosen = gated_delta.STEP
-    for step in STEPS:
-        gated_delta.STEP, times = step, []
-        try:
-            check_steps(w)
-            for pairs in (False, True):
-                readers: Readers = any_bridge() if pairs else ()
-                for slots in (1, 8, 32):
-                    x = inputs(slots)
-                    if pairs:  # as the kernel before then leaves them: gates in two summands
-                        x = (*x[:2], *(torch.randn(2, slots, 2 * HEADS, device=DEVICE).split(HEADS, dim=2)))
-                    times.append(time_graph(decode_calls(x, w, states, readers=readers), 5))
-        except Exception as failure:
-            print(f"  no {step}: {type(failure).__name__} {str(failure).splitlines()[0][:100]}", flush=True)
-        figures = " ".join(f"{t:6.1f}" for t in times)
-        print(
-            f"step, {step[0]:2} warps, registers {step[1]}: us at 1, 8, 32 slots, then as pairs: {figures}", flush=True
-        )
-    gated_delta.STEP = chosen
+    begin, chosen = time.perf_counter(), right_steps()
+    print(f"-- checked in {time.perf_counter() - begin:.0f} s: {len(chosen)} of {len(STEPS)} are right", flush=True)
+    w, bandwidth = weights(), copy_bandwidth()
+    states = [state(journal=DRAFTS) for _ in range(2)]  # more than L2 holds
+    print(" | ".join(" ".join(f"{n:6}" for n in slots) for slots in (DECODED, DECODED, VERIFIED)) + "  slots")
+    for step in chosen:
+        use_step(step)
+        times = [" ".join(f"{time_graph(calls, 3):6.1f}" for calls in part) for part in timed_calls(w, states)]
+        print(f"{' | '.join(times)}  {step}", flush=True)
     nbytes = 2 * HEADS * DIM * DIM * 4
-    print("floor: " + " ".join(f"{n * nbytes / bandwidth * 1e6:6.1f}" for n in (1, 8, 32)))
+    print(" ".join(f"{n * nbytes / bandwidth * 1e6:6.1f}" for n in DECODED) + "  floor")
     print(f"-- {time.perf_counter() - begin:.0f} s")
 
 
@@ -122,8 +177,39 @@ def any_bridge() -> Bridge:
     return Bridge(out, torch.ones(5120, device=DEVICE), out, out, None, (), 1e-6)
 
 
-def check_steps(w: GatedDeltaWeights) -> None:
-    """Against the reference, and the invariances bit for bit; prints what is wrong, if anything is."""
+def check_many(w: GatedDeltaWeights, step: Step) -> list[str]:
+    """With more heads of states than multiprocessors, against the kernel of all devices; -> what is wrong."""
+    start, wrong = state(journal=DRAFTS), []
+    start.conv.normal_()
+    start.recurrent.normal_().mul_(0.1)
+    slot_ids = torch.randperm(SLOTS, device=DEVICE).to(torch.int32)
+    for pairs in (False, True):
+        x, results = step_inputs(SLOTS, pairs), []
+        for variant in (STEPS[0], step):
+            use_step(variant)
+            mine = copy.deepcopy(start)
+            results.append((kernels.gated_delta_decode(*x, w, mine, slot_ids), mine.recurrent, mine.conv))
+        errors = [error(*pair) for pair in zip(*results[::-1], strict=True)]
+        if errors[0] > 0.01 or errors[1] > 1e-5 or errors[2] > 0:
+            wrong.append(f"errors of {SLOTS} slots: {errors}")
+        alone, slot = copy.deepcopy(start), int(slot_ids[-1])
+        one: Any = kernels.gated_delta_decode(*(part[..., -1:, :] for part in x), w, alone, slot_ids[-1:])
+        if not (torch.equal(one[0], results[1][0][-1]) and torch.equal(alone.recurrent[slot], mine.recurrent[slot])):
+            wrong.append(f"a row of {SLOTS} alone is another")
+    rows, verified, decoded = inputs(SLOTS * DRAFTS), copy.deepcopy(start), copy.deepcopy(start)
+    drafts: Any = kernels.gated_delta_verify(*rows, w, verified, slot_ids, DRAFTS)
+    kernels.gated_delta_commit(verified, slot_ids, torch.full_like(slot_ids, DRAFTS))
+    for j in range(DRAFTS):
+        got: Any = kernels.gated_delta_decode(*(part[j::DRAFTS] for part in rows), w, decoded, slot_ids)
+        if not torch.equal(got, drafts[j::DRAFTS]):
+            wrong.append(f"verify of {SLOTS} is not decode")
+    if not (torch.equal(verified.recurrent, decoded.recurrent) and torch.equal(verified.conv, decoded.conv)):
+        wrong.append(f"commit of {SLOTS} is not decode")
+    return wrong
+
+
+def check_steps(w: GatedDeltaWeights) -> list[str]:
+    """Against the reference, and the invariances bit for bit; -> what is wrong."""
     start, slot_ids = state(journal=4), ints(5, 0, 31, 7)
     start.conv.normal_()
     start.recurrent.normal_().mul_(0.1)
@@ -152,8 +238,7 @@ def check_steps(w: GatedDeltaWeights) -> None:
         wrong.append(f"states: error {error(mine.recurrent, theirs.recurrent):.6f}")
     if not (torch.equal(mine.recurrent, verified.recurrent) and torch.equal(mine.conv, verified.conv)):
         wrong.append("commit is not decode")
-    for what in wrong:
-        print(f"WRONG with {gated_delta.STEP}: {what}", flush=True)
+    return wrong
 
 
 def use(variant: Variant) -> None:

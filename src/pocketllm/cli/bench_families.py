@@ -20,13 +20,13 @@ FAMILIES = {
         "expert_kernel", "combine_kernel",
     ),
     "delta rule": (
-        "conv_step_kernel", "delta_step_kernel", "gated_norm_kernel", "commit_kernel", "conv_kernel", "chunk_kernel",
-        "scan_kernel",
+        "conv_step_kernel", "delta_step_kernel", "hopper_step_kernel", "gated_norm_kernel", "commit_kernel", "conv_kernel",
+        "chunk_kernel", "scan_kernel",
     ),
     "attention": (
-        "split_kernel", "hopper_split_kernel", "merge_kernel", "query_pairs_kernel", "rotate_kernel", "append_kernel",
-        "norm_rope_kernel", "sigmoid_mul_kernel", "pairs_kernel", "prefill_kernel", "gather_kernel", "join_kernel",
-        "dequantize_kernel",
+        "split_kernel", "hopper_split_kernel", "hopper_plain_split_kernel", "merge_kernel", "query_pairs_kernel",
+        "rotate_kernel", "append_kernel", "norm_rope_kernel", "sigmoid_mul_kernel", "pairs_kernel", "prefill_kernel",
+        "gather_kernel", "join_kernel", "dequantize_kernel",
     ),
     "norms": ("rms_norm_kernel", "add_norm_kernel", "add_up_kernel"),
     "ranks": (),

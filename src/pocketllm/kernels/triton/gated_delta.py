@@ -11,6 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from pocketllm.kernels.triton import delta_hopper
+from pocketllm.kernels.triton.delta_hopper import HopperStep
 from pocketllm.kernels.triton.gated_delta_chunks import (
     CHUNK,
     chunk_kernel,
@@ -55,6 +57,8 @@ class ChunkConfig:
 # Of a program that moves one head's state on token by token: warps, and registers a thread may have (None: as many as are
 # there). With these, two programs share a multiprocessor, and one loads its state while the other computes.
 STEP: tuple[int, int | None] = (4, None)
+# On Hopper, of a kernel that goes on reading and writing states while it computes (None: there too as above).
+HOPPER_STEP: HopperStep | None = HopperStep(warps=4, stages=3, bringers=2, registers=96)
 CONV = ConvConfig(8, 8, 4)
 SOLVE = ChunkConfig(4, 4)
 # Of the scan: a few programs are over soonest if they are small, many if each reads more than once what it loads. Columns
@@ -189,13 +193,18 @@ def _steps(
     journal_len, early = state.journal_x.shape[1], linear_table(qkv.device).early_for(num_tokens)
     result: Activations
     scales: Tensor | None
-    mixed = torch.empty(num_tokens, channels, dtype=torch.float32, device=qkv.device)
     if dv == GROUP and takes_pairs(readers):
         paired = room_for_pairs(num_tokens, heads * dv, z.dtype, z.device)
         result, out, scales, padded_rows = paired, paired.codes, paired.scales, len(paired.codes) // 2
     else:
         out = torch.empty(num_tokens, heads * dv, dtype=z.dtype, device=z.device)
         result, scales, padded_rows = out, None, 0
+    if HOPPER_STEP is not None and delta_hopper.fits(w, state):
+        delta_hopper.step(
+            qkv, z, b, a, w, state, slot_ids, q_len, out, scales, padded_rows, HOPPER_STEP, early, verify=verify
+        )
+        return result
+    mixed = torch.empty(num_tokens, channels, dtype=torch.float32, device=qkv.device)
     conv_step_kernel[(num_tokens, 2 * key_heads + heads)](
         qkv, qkv.stride(0), w.conv, state.conv, state.journal_x, state.journal_k, slot_ids, q_len, journal_len,
         int(verify), mixed, HK=key_heads, DK=dk, DV=dv, C=channels, TAPS=w.conv.shape[1],
