@@ -34,7 +34,7 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 EVERYTHING = AttentionMask()
 LONG = 5000 if GPU else 550
-DIMS = [64, 256] if GPU else [64]  # at 256, Hopper has a kernel of its own for some formats
+DIMS = [64, 128, 256] if GPU else [64]  # from 128 on, Hopper has kernels of its own for most formats
 
 
 # -- a fifth format, which no kernel has heard of ----------------------------------------------------------------------

@@ -22,7 +22,7 @@ PROGRAMS = 2  # of a multiprocessor, so that one's tensor cores work while the o
 REGISTERS = 65536 // (
     PROGRAMS * 8 * 32
 )  # of a thread; eight warps are set up, as the copying one takes the place of four
-ROOM = 112 * 1024  # bytes of shared memory a program may take
+ROOM = 113 * 1024  # bytes of shared memory a program may take: half of a multiprocessor's, but for what is reserved
 MOST_STAGES = 4
 
 
@@ -31,17 +31,17 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def suits(kv: LayerKV, mask: AttentionMask) -> bool:
+    """Whether Hopper's kernels of decode and verify can read a layer's cache, of whatever format: on a Hopper GPU, pages
+    of whole tiles, no window, no key bias to add to the scores."""
+    on_hopper = _is_hopper(kv.block_table.device)
+    return on_hopper and kv.page_size % TILE == 0 and kv.key_bias is None and mask.window == 0
+
+
 def fits(kv: LayerKV, pieces: TritonPieces, mask: AttentionMask) -> bool:
-    """Whether a layer's cache is read by it: on a Hopper GPU, heads of 256, pages of whole tiles, a format that offers
-    `HopperPieces`, no window, no key bias to add to the scores."""
-    return (
-        pieces.hopper is not None
-        and _is_hopper(kv.block_table.device)
-        and kv.head_dim == HEAD_DIM
-        and kv.page_size % TILE == 0
-        and kv.key_bias is None
-        and mask.window == 0
-    )
+    """Whether a layer's cache is read by this one: where `suits` says so, heads of 256 and a format that offers
+    `HopperPieces`."""
+    return pieces.hopper is not None and kv.head_dim == HEAD_DIM and suits(kv, mask)
 
 
 @cache

@@ -27,76 +27,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pocketllm.kernels.triton.attend_splits import long_splits, piece_of, share_of, short_splits, split_start
+from pocketllm.kernels.triton.attend_hopper_work import (
+    TILE,
+    WARPS,
+    find,
+    largest_of,
+    over_pairs,
+    plan_of,
+    tell,
+    told,
+)
 from pocketllm.kernels.triton.gluon_pieces import launch_dependents, wait_for_kernels
 from pocketllm.kernels.triton.numerics import exp2, inverse, log2
 
-TILE = 64  # tokens
-WARPS = 4  # of which each has 16 tokens' scores
 _TILE, _WARPS = gl.constexpr(TILE), gl.constexpr(WARPS)
 _COPIERS = gl.constexpr(32)  # threads that copy scales
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _plan(batch, OF_SPLIT: gl.constexpr, SPLITS: gl.constexpr, NP: gl.constexpr):
-    """This program's share of the work, of splits with OF_SPLIT pieces each. NP: room for sequences."""
-    slot_ids, kv_lens, num_seqs = batch
-    index = gl.arange(0, NP, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    lens = gl.load(kv_lens + index, mask=index < num_seqs, other=0).to(gl.int32)
-    slots = gl.load(slot_ids + index, mask=index < num_seqs, other=0).to(gl.int32)
-    shorts, longs = short_splits(lens, SPLITS), long_splits(lens, SPLITS)
-    num_longs, num_shorts = gl.sum(longs, axis=0) * OF_SPLIT, gl.sum(shorts, axis=0) * OF_SPLIT
-    share = share_of(gl.program_id(0), gl.num_programs(0), num_longs, num_shorts, SPLITS)
-    up_to = gl.associative_scan(shorts, 0, _add), gl.associative_scan(longs, 0, _add)
-    return share, index, lens, slots, (shorts, longs), up_to
-
-
-@gluon.jit
-def _find(turn, plan, OF_SPLIT: gl.constexpr, SPLITS: gl.constexpr):
-    """A piece of this program: its number in the split; sequence, split, first token and end, the slot and its length."""
-    share, index, lens, slots, counts, up_to = plan
-    is_long, piece = piece_of(turn, share, gl.program_id(0), gl.num_programs(0))
-    count, ends = gl.where(is_long, counts[1], counts[0]), gl.where(is_long, up_to[1], up_to[0])
-    item = piece // OF_SPLIT
-    seq = gl.sum((ends <= item).to(gl.int32), axis=0)
-    here = index == seq
-    split = item - gl.sum(gl.where(here, ends - count, 0), axis=0)
-    split += gl.where(is_long, SPLITS[1] // SPLITS[0], 0)
-    slot, kv_len = gl.sum(gl.where(here, slots, 0), axis=0), gl.sum(gl.where(here, lens, 0), axis=0)
-    end = gl.minimum(split_start(split + 1, SPLITS), kv_len)
-    return piece % OF_SPLIT, seq, split, split_start(split, SPLITS), end, slot, kv_len
-
-
-@gluon.jit
-def _tell(notes, buffer, piece, seq, split, first, end, kv_len):
-    """Leaves what four warps must know of a piece of work."""
-    i = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    note = gl.where(i == 0, first, gl.where(i == 1, end, gl.where(i == 2, kv_len, 0)))
-    note = gl.where(i == 3, piece, gl.where(i == 4, seq, gl.where(i == 5, split, note)))
-    notes.index(buffer).store(note)
-    gl.thread_barrier()
-
-
-@gluon.jit
-def _told(notes, buffer):
-    """(piece, seq, split, first, end, kv_len)"""
-    layout: gl.constexpr = gl.DistributedLinearLayout([[1], [2], [4]], [[0]] * 5, [[0]] * 2, [], [8])
-    note, i = notes.index(buffer).load(layout), gl.arange(0, 8, layout=layout)
-    first, end = gl.sum(gl.where(i == 0, note, 0), axis=0), gl.sum(gl.where(i == 1, note, 0), axis=0)
-    kv_len, piece = gl.sum(gl.where(i == 2, note, 0), axis=0), gl.sum(gl.where(i == 3, note, 0), axis=0)
-    seq, split = gl.sum(gl.where(i == 4, note, 0), axis=0), gl.sum(gl.where(i == 5, note, 0), axis=0)
-    return piece, seq, split, first, end, kv_len
 
 
 @gluon.jit
 def _fetch(
     planes, queries, factors, block_table, max_pages, batch, rings, query_buffers, full, empty, q_full, q_empty,
     HK: gl.constexpr, PIECES: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr, NP: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """One warp's part: queries and tiles of all this program's pieces of work, in order. Rows past a slot's last token are
     copied too, as far as the tile goes; what they hold changes no sum."""
@@ -107,25 +59,30 @@ def _fetch(
     DK: gl.constexpr = k_ring.shape[2]
     DV: gl.constexpr = v_ring.shape[2]
     N: gl.constexpr = factors_smem.shape[1]
-    plan = _plan(batch, PIECES * HK, SPLITS, NP)
+    plan = plan_of(batch, PIECES * HK, SPLITS, NP)
     n = gl.arange(0, _TILE, layout=gl.BlockedLayout([1], [32], [1], [0]))
     m = gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [1], [0]))
     place, parity, buffer, q_parity = 0, 1, 0, 1
     for turn in range(plan[0][0] + plan[0][1] + plan[0][2]):
-        piece, seq, split, first, end, slot, kv_len = _find(turn, plan, PIECES * HK, SPLITS)
+        piece, seq, split, first, end, slot, kv_len = find(turn, plan, PIECES * HK, SPLITS)
         head = piece % HK
         mbarrier.wait(q_empty.index(buffer), q_parity)
-        ready, block = q_full.index(buffer), (seq * HK + head) * PIECES + piece // HK
-        async_copy.async_copy_global_to_shared(factors_smem.index(buffer), factors + block * N + m)
-        async_copy.mbarrier_arrive(ready, increment_count=False)
-        _tell(notes, buffer, piece, seq, split, first, end, kv_len)
-        mbarrier.expect(ready, 2 * N * DK)
-        tma.async_copy_global_to_shared(queries, [block * 2 * N, 0], ready, q_smem.index(buffer))
-        buffer ^= 1
-        q_parity ^= 1 - buffer
+        tell(notes, buffer, piece, seq, split, first, end, kv_len)
+        # Queries come before a piece's first tile; but the first of all after some tiles, since the kernel that makes them
+        # still runs. (It let this one start once all before it had ended: K and V are there.)
+        last = (end - 1 - first) // _TILE
+        with_queries = first + _TILE * (gl.minimum(STAGES - 1, last) if turn == 0 else 0)
         table = block_table + slot * max_pages
         page = gl.load(table + first // PAGE)
         for start in range(first, end, _TILE):
+            if start == with_queries:
+                if EARLY > 0:
+                    wait_for_kernels()
+                q_ready, block = q_full.index(buffer), (seq * HK + head) * PIECES + piece // HK
+                async_copy.async_copy_global_to_shared(factors_smem.index(buffer), factors + block * N + m)
+                async_copy.mbarrier_arrive(q_ready, increment_count=False)
+                mbarrier.expect(q_ready, 2 * N * DK)
+                tma.async_copy_global_to_shared(queries, [block * 2 * N, 0], q_ready, q_smem.index(buffer))
             row = page * PAGE + start % PAGE
             page = gl.load(table + gl.minimum(start + _TILE, end - 1) // PAGE)
             mbarrier.wait(empty.index(place), parity)
@@ -141,27 +98,13 @@ def _fetch(
             if place == STAGES:
                 place = 0
                 parity ^= 1
+        buffer ^= 1
+        q_parity ^= 1 - buffer
+    if EARLY > 0:  # of programs without work too: who waits for this kernel relies on those before it
+        wait_for_kernels()
     mbarrier.wait(q_empty.index(buffer), q_parity)
-    _tell(notes, buffer, 0, 0, 0, 0, -1, 0)
+    tell(notes, buffer, 0, 0, 0, 0, -1, 0)
     mbarrier.arrive(q_full.index(buffer), count=_COPIERS + 1)
-
-
-@gluon.jit
-def _largest(scores, room, N: gl.constexpr, layout: gl.constexpr):
-    """The largest of each column of scores [64, N], whose warps have 16 rows each. room [4, N]: for what they tell each
-    other; not that of the call before."""
-    together: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [0, 1]] + ([[0, 8]] if N >= 16 else []) + ([[0, 16]] if N >= 32 else []),
-        [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [_WARPS, N],
-    )  # fmt: skip
-    room.store(gl.max(scores.reshape([_WARPS, 16, N]), axis=1))
-    return gl.convert_layout(gl.max(room.load(together), axis=0), layout)
-
-
-@gluon.jit
-def _over_pairs(x, N: gl.constexpr):
-    """x [64, N] with the two rows that a thread has added up: [32, N]."""
-    return gl.sum(x.reshape([_WARPS, 2, 8, N]), axis=1).reshape([_TILE // 2, N])
 
 
 @gluon.jit
@@ -170,8 +113,12 @@ def _attend(
     Q: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, SPLITS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
     CHUNK: gl.constexpr, JOIN: gl.constexpr, LOAD_V: gl.constexpr, IN_ORDER: gl.constexpr, V_FACTOR: gl.constexpr,
 ):  # fmt: skip
-    """Four warps' part: all but the copying."""
+    """Four warps' part: all but the copying.
+
+    Of 24 query rows, 32 columns are multiplied; in the last 8, the compiler finds constants, and leaves the rest out.
+    """
     GROUP: gl.constexpr = HQ // HK
+    LIVE: gl.constexpr = min(N, (GROUP * Q + 7) // 8 * 8)
     k_ring, v_ring, k_scale_ring, v_scale_ring = rings
     q_smem, factors_smem, notes = query_buffers
     STAGES: gl.constexpr = k_ring.shape[0]
@@ -182,17 +129,18 @@ def _attend(
     per_row: gl.constexpr = gl.SliceLayout(0, layout)
     per_token: gl.constexpr = gl.SliceLayout(1, layout)
     n, m = gl.arange(0, _TILE, layout=per_token), gl.arange(0, N, layout=per_row)
+    live = m < LIVE
     nothing = gl.zeros([_TILE, 2 * N], SUM, pairs_layout)
     place, parity, buffer, q_parity, half = 0, 0, 0, 0, 0
     mbarrier.wait(q_full.index(0), 0)
-    piece, seq, split, first, end, kv_len = _told(notes, 0)
+    piece, seq, split, first, end, kv_len = told(notes, 0)
     while end >= 0:
         queries = q_smem.index(buffer).permute((1, 0))
         factor = factors_smem.index(buffer).load(per_row) * scale
         head, row = piece % HK, piece // HK * N + m
         position = kv_len - Q + row // GROUP
         largest = gl.full([N], float("-inf"), gl.float32, per_row)
-        total = _over_pairs(gl.zeros([_TILE, N], gl.float32, layout), N)  # of weights; added up at the end
+        total = over_pairs(gl.zeros([_TILE, N], gl.float32, layout), N)  # of weights; added up at the end
         out = gl.zeros([D, N], gl.float32, layout)
         for start in range(first, end, _TILE):
             mbarrier.wait(full.index(place), parity)
@@ -208,15 +156,17 @@ def _attend(
             # V's scale is part of the score, and the sum takes it out again: see `softmax.softmax_step`.
             k_scales = gl.broadcast(k_scale[:, None], scores)[0]
             scores = gl.fma(scores, k_scales, gl.broadcast(log2(v_scale)[:, None], scores)[0])
-            scores = gl.where((start + n)[:, None] <= position[None, :], scores, float("-inf"))
-            new_largest = gl.maximum(largest, _largest(scores, room.index(half), N, per_row))
+            scores = gl.where(((start + n)[:, None] <= position[None, :]) & live[None, :], scores, float("-inf"))
+            new_largest = gl.maximum(largest, largest_of(scores, room.index(half), N, per_row))
+            new_largest = gl.where(live, new_largest, float("-inf"))
             half ^= 1
             reference = gl.where(new_largest == float("-inf"), 0.0, new_largest)
             weights, shrink = exp2(scores - reference[None, :]), exp2(largest - reference)
+            weights, shrink = gl.where(live[None, :], weights, 0.0), gl.where(live, shrink, 1.0)
             largest = new_largest
             of_scale = gl.where(start + n < kv_len, inverse(v_scale), 0.0)  # past the last token there may be no number
             shrink_total = gl.convert_layout(shrink, gl.SliceLayout(0, total.type.layout))
-            added = _over_pairs(weights * of_scale[:, None], N)
+            added = over_pairs(weights * of_scale[:, None], N)
             total = gl.fma(total, gl.broadcast(shrink_total[None, :], total)[0], added)
             weights_smem.permute((1, 0)).store(weights.to(gl.float16))
             fence_async_shared()
@@ -249,7 +199,7 @@ def _attend(
         buffer ^= 1
         q_parity ^= 1 - buffer
         mbarrier.wait(q_full.index(buffer), q_parity)
-        piece, seq, split, first, end, kv_len = _told(notes, buffer)
+        piece, seq, split, first, end, kv_len = told(notes, buffer)
 
 
 @gluon.jit(
@@ -290,15 +240,13 @@ def hopper_split_kernel(
         mbarrier.init(q_full.index(s), count=_COPIERS + 1)
         mbarrier.init(q_empty.index(s), count=1)
     fence_async_shared()
-    if EARLY > 0:
-        wait_for_kernels()
     batch, rings = (slot_ids, kv_lens, num_seqs), (k_ring, v_ring, k_scale_ring, v_scale_ring)
     query_buffers = (q_smem, factors_smem, notes)
     gl.warp_specialize([
         (_attend, (part_out, part_sums, max_splits, scale, rings, query_buffers, room, weights_smem, full, empty, q_full,
                    q_empty, Q, HQ, HK, SPLITS, D, N, CHUNK, JOIN, LOAD_V, IN_ORDER, V_FACTOR)),
         (_fetch, ((k_codes, v_codes, k_scales, v_scales), queries, factors, block_table, max_pages, batch, rings,
-                  query_buffers, full, empty, q_full, q_empty, HK, PIECES, PAGE, SPLITS, NP)),
-    ], [1], [40])  # fmt: skip
+                  query_buffers, full, empty, q_full, q_empty, HK, PIECES, PAGE, SPLITS, NP, EARLY)),
+    ], [1], [32])  # fmt: skip
     if EARLY > 0:  # at the end: the next kernel's programs, were they here before, would slow this one down
         launch_dependents()

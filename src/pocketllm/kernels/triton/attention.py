@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from pocketllm.kernels.triton import attend_hopper
+from pocketllm.kernels.triton import attend_hopper, attend_hopper_plain
 from pocketllm.kernels.triton.attend_kernels import merge_kernel, split_kernel
 from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.triton.pieces import TritonCodec, TritonPieces
@@ -197,6 +197,8 @@ def _attend(
     padded, early = _padded(head_dim), _early(device, n * q_len)
     if attend_hopper.fits(kv, pieces, mask):
         attend_hopper.split(pieces, signs, kv, q, slot_ids, kv_lens, part_out, part_sums, scale * LOG2E, config, early)
+    elif attend_hopper_plain.fits(kv, pieces, mask):
+        attend_hopper_plain.split(kv, q, slot_ids, kv_lens, part_out, part_sums, scale * LOG2E, config, early)
     else:
         _split(pieces, kv, q, slot_ids, kv_lens, part_out, part_sums, scale, mask, config, early)
     # A rotation is quickest within a warp; without one, more programs have a part of a row each.

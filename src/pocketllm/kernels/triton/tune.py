@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pocketllm.kernels.triton import attend_hopper
+from pocketllm.kernels.triton import attend_hopper, attend_hopper_plain
 from pocketllm.kernels.triton.attention import attend_with, pieces_of, prefill_with
 from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, PrefillConfig, attention_config
 from pocketllm.kernels.types import AttentionMask, LayerKV, PlaneSpec
@@ -191,7 +191,8 @@ def tune_format(
     now = attention_config(device, head_dim, nbytes).attend
     kv = cases[CASES[0]][0]
     sizes: Iterable[AttendConfig] = attend_candidates(nbytes < 4 * head_dim)
-    if attend_hopper.fits(kv, pieces_of(kv), AttentionMask()):  # where nothing but splits matters
+    on_hopper = any(k.fits(kv, pieces_of(kv), AttentionMask()) for k in (attend_hopper, attend_hopper_plain))
+    if on_hopper:  # there, nothing but splits matters
         sizes = (replace(now, split=split) for split in SPLITS)
     candidates = (replace(size, first_split=now.first_split, first_tokens=now.first_tokens) for size in sizes)
     attend = tune_attend(cases, num_heads, torch.bfloat16, candidates, note)
