@@ -109,7 +109,7 @@ def work(rank: int, size: int, store: str, width: int) -> list[dict[str, Any]]:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     tp = ProcessGroupRanks.connect(rank, size, file_store(store, size), device)
-    tp.open_places(64 * width * 4)
+    tp.open_places(width)
     token = torch.zeros(1, 1, device=device)
 
     def sync() -> None:

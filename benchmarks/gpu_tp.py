@@ -1,13 +1,15 @@
 """Tensor parallelism on GPUs: does the plan hold under a cap, how long is a step, what do the sums cost?
 
-    python benchmarks/gpu_tp.py [--model NAME] [--ranks 2] [--limit 22GiB] [--parts same,fit,steps,death] [--out FILE] ...
+    python benchmarks/gpu_tp.py [--model NAME] [--ranks 2] [--limit 22GiB] [--parts same,fit,steps,...] [--out FILE] ...
 
 Weights are dummy ones, caches are filled with random values. Parts, in this order:
 
     same    a small model in float32 on one rank and on all: largest difference of the logits, and whether tokens are equal
     fit     the model with each of --fits (slots x context x KV type), each rank capped at --limit: what the plan says, what
             rank 0's device gave, decode steps up to the last token, and the share of the sums over the ranks
+    most    the largest context the plan gives each of --slots slots, for every KV type of --formats, built and filled so
     steps   decode steps on all ranks and (unless --all-only) on one, for every KV type of --formats and case of --cases
+    shard   the same of one rank that adds nobody's sums to its own, on one GPU: what `steps` takes more is the sums' share
     death   a rank is killed while tokens are made: seconds until the engine says so, and what stays of its device's memory
 
 Each finding is one line of JSON, printed as it comes and added to --out. A part that fails says so; the others go on.
@@ -23,11 +25,14 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from pocketllm.cli.bench_run import context_needed, fill_randomly, random_tokens, timed_decode
@@ -36,14 +41,33 @@ from pocketllm.engine.memory_plan import gib, plan_memory
 from pocketllm.engine.ranks import ProcessRanks, ProcessWorker
 from pocketllm.engine.slot_engine import SlotRequest
 from pocketllm.errors import MemoryPlanError, RankError
+from pocketllm.layers.embedding import Vocabulary
 from pocketllm.models.registry import read_model
 from pocketllm.options import EngineOptions, SamplingParams, parse_bytes
+from pocketllm.parallel import Part, TensorParallel
 
 CASES = "1x1024,8x1024,32x1024,8x32768"
 FITS = "8x65536xturboquant_k8v4,4x65536xint8_per_token_head,2x65536xfp16"
 PAGE = 256  # tokens: what a slot may hold beyond its own, its last page being part empty
 SUMMED = 8  # steps under the profiler
 PROBED = 12  # tokens after a prompt whose logits are compared
+NAMED = 8  # kernels of a step that `fit` names
+
+
+@dataclass(frozen=True)
+class LoneShard(TensorParallel):
+    """Has rank 0's shard of `ranks`, and takes its own summands for the sums: the work of a rank without the meetings."""
+
+    ranks: int = 2
+
+    def shard(self, total: int, what: str) -> Part:
+        return TensorParallel(0, self.ranks).shard(total, what)
+
+    def replicate_or_shard(self, heads: int, what: str) -> Part:
+        return TensorParallel(0, self.ranks).replicate_or_shard(heads, what)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x.repeat(1, self.ranks)
 
 
 class Run:
@@ -98,28 +122,44 @@ class Run:
     def fit(self) -> None:
         for case in self.args.fits.split(","):
             num_slots, context, kv = case.split("x", 2)
-            self.fit_one(int(num_slots), int(context), kv)
+            self.fit_one("fit", int(num_slots), int(context), kv)
 
-    def fit_one(self, num_slots: int, context: int, kv: str) -> None:
+    def most(self) -> None:
+        checkpoint = read_model(self.args.model, "dummy")
+        for kv in self.args.formats.split(","):
+            for num_slots in map(int, self.args.slots.split(",")):
+                options = EngineOptions(**self.sizes(num_slots, None, kv))
+                plan = plan_memory(
+                    checkpoint.config, options, parse_bytes(self.args.limit), self.args.device, checkpoint.storage
+                )
+                self.fit_one("most", num_slots, plan.max_context, kv)
+
+    def sizes(self, num_slots: int, context: int | None, kv: str) -> dict[str, Any]:
         args = self.args
-        sizes: dict[str, Any] = {
+        return {
             "max_batch_size": num_slots,
             "max_context": context,
             "kv_layout": "slots",
             "kv_cache_dtype": kv,
             "quantize_embeddings": args.quantize_embeddings,
+            "tensor_parallel": args.ranks,
+            "kernels": args.kernels,
+            "load_format": "dummy",
         }
-        options = EngineOptions(tensor_parallel=args.ranks, kernels=args.kernels, load_format="dummy", **sizes)
+
+    def fit_one(self, part: str, num_slots: int, context: int, kv: str) -> None:
+        args = self.args
+        options = EngineOptions(**(sizes := self.sizes(num_slots, context, kv)))
         checkpoint = read_model(args.model, "dummy")
         limit = parse_bytes(args.limit)
         plan = plan_memory(checkpoint.config, options, limit, args.device, checkpoint.storage)
-        self.note("fit", limit=gib(limit), planned=gib(plan.total), weights=gib(plan.weights), kv=gib(plan.kv.nbytes),
+        self.note(part, limit=gib(limit), planned=gib(plan.total), weights=gib(plan.weights), kv=gib(plan.kv.nbytes),
                   state=gib(plan.state.nbytes), workspace=gib(plan.workspace), fits=plan.fits)  # fmt: skip
         free, start = self.free_memory(), time.monotonic()
         try:
-            engine = self.engine(args.ranks, memory_limit=limit, **sizes)
+            engine = Engine(args.model, memory_limit=limit, device=args.device, **sizes)
         except MemoryPlanError as error:
-            self.note("fit", refused=str(error))
+            self.note(part, refused=str(error))
             return
         built = time.monotonic() - start
         length = context - args.steps - SUMMED  # the last token is the last step's
@@ -134,25 +174,29 @@ class Run:
                 if result.error is not None:
                     raise result.error
         taken = free - torch.cuda.mem_get_info(0)[0] if self.cuda else 0
-        self.note("fit", slots=num_slots, context=context, kv=kv, build_seconds=round(built, 1),
+        self.note(part, slots=num_slots, context=context, kv=kv, build_seconds=round(built, 1),
                   held=[engine.slot_length(slot) for slot in slots], step_ms=round(statistics.median(times) * 1e3, 2),
                   device_gave=gib(taken), within=taken <= limit)  # fmt: skip
-        self.sums(engine, slots)
+        if part == "fit":
+            self.kernels(engine, slots)
         engine.close()
 
-    def sums(self, engine: Engine, slots: list[int]) -> None:
-        """Rank 0's time in collectives, waiting for the others included, and in other kernels, by the profiler."""
+    def kernels(self, engine: Engine, slots: list[int]) -> None:
+        """Rank 0's time in kernels, by the profiler; waiting for the others is in the kernels that do."""
         with profile(activities=[ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU]) as recorded:
             for step in range(SUMMED):
                 for result in engine.batch_decode([SlotRequest(slot, [step + 7]) for slot in slots]):
                     if result.error is not None:
                         raise result.error
-        spent: dict[str, float] = {"collectives": 0.0, "other kernels": 0.0}
+        spent: dict[str, float] = {}
         for event in recorded.key_averages():
-            name = "collectives" if "nccl" in event.key else "other kernels"
-            spent[name] += (event.device_time_total if self.cuda else event.self_cpu_time_total) / 1e3 / SUMMED
-        self.note("fit", all_reduces=2 * engine.config.num_layers + 1, width=engine.config.hidden_size,
-                  ms_of_a_step={name: round(ms, 3) for name, ms in spent.items()})  # fmt: skip
+            name = event.key.split("(")[0][:48]
+            time_us = event.device_time_total if self.cuda else event.self_cpu_time_total
+            spent[name] = spent.get(name, 0.0) + time_us / 1e3 / SUMMED
+        largest = sorted(spent.items(), key=lambda pair: -pair[1])[:NAMED]
+        self.note(
+            "fit", ms_of_a_step=round(sum(spent.values()), 3), kernels={name: round(ms, 3) for name, ms in largest}
+        )
 
     def probe(self, engine: Engine) -> torch.Tensor:
         """Logits [P, V] of a prompt's last token and of some given ones after it. (Of a short prompt: more than 64 tokens
@@ -168,26 +212,33 @@ class Run:
         engine.release_slot(slot)
         return torch.stack(rows)
 
-    def steps(self) -> None:
+    def step_sizes(self) -> tuple[list[tuple[int, ...]], dict[str, Any]]:
         cases = [tuple(map(int, case.split("x"))) for case in self.args.cases.split(",")]
         count = self.args.steps
-        sizes = {
+        return cases, {
             "max_batch_size": max(slots for slots, _ in cases),
             "max_context": max(context_needed(context, count) for _, context in cases),
             "kv_tokens": max(slots * (context_needed(context, count) + PAGE) for slots, context in cases),
         }
+
+    def step_ms(self, engine: Engine, cases: list[tuple[int, ...]]) -> dict[str, float]:
+        found = {}
+        for slots, context in cases:
+            prompts = [random_tokens(engine, context + 1, slot) for slot in range(slots)]
+            seconds = statistics.median(timed_decode(engine, prompts, self.args.steps, "random").step_seconds)
+            found[f"{slots}x{context}"] = round(seconds * 1e3, 3)
+        return found
+
+    def steps(self) -> None:
+        cases, sizes = self.step_sizes()
         for kv in self.args.formats.split(","):
             found: dict[int, dict[str, float]] = {}
             logits: list[torch.Tensor] = []
             for ranks in (self.args.ranks,) if self.args.all_only else (1, self.args.ranks):
                 self.free_memory()
                 engine = self.engine(ranks, kv_cache_dtype=kv, **sizes)
-                found[ranks] = {}
                 logits.append(self.probe(engine))
-                for slots, context in cases:
-                    prompts = [random_tokens(engine, context + 1, slot) for slot in range(slots)]
-                    seconds = statistics.median(timed_decode(engine, prompts, count, "random").step_seconds)
-                    found[ranks][f"{slots}x{context}"] = round(seconds * 1e3, 3)
+                found[ranks] = self.step_ms(engine, cases)
                 engine.close()
                 del engine
                 self.note("steps", kv=kv, ranks=ranks, step_ms=found[ranks])
@@ -198,6 +249,28 @@ class Run:
             self.note("steps", kv=kv, logits_off_by=round(off, 4), same_tokens=round(agreed, 3))
             one, many = found[1], found[self.args.ranks]
             self.note("steps", kv=kv, speedup={case: round(one[case] / many[case], 2) for case in one})
+
+    def shard(self) -> None:
+        cases, sizes = self.step_sizes()
+
+        def lone(*_: Any) -> TensorParallel:
+            return LoneShard(ranks=self.args.ranks)
+
+        def embed(vocabulary: Vocabulary, token_ids: Tensor) -> Tensor:
+            return embed_own(vocabulary, token_ids % vocabulary.table.shape[0])
+
+        embed_own = Vocabulary.embed
+        for kv in self.args.formats.split(","):
+            self.free_memory()
+            with (
+                patch("pocketllm.engine.memory_plan.TensorParallel", lone),
+                patch("pocketllm.engine.slot_engine.TensorParallel", lone),
+                patch.object(Vocabulary, "embed", embed),
+            ):
+                engine = self.engine(1, kv_cache_dtype=kv, **sizes)
+                self.note("shard", kv=kv, of_ranks=self.args.ranks, step_ms=self.step_ms(engine, cases))
+            engine.close()
+            del engine
 
     def death(self) -> None:
         engine = self.engine(self.args.ranks, model=self.args.small, max_batch_size=2, max_context=4096)
@@ -228,6 +301,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", default="22GiB", help="of each rank")
     parser.add_argument("--fits", default=FITS)
+    parser.add_argument("--slots", default="1,2,4,8", help="of `most`")
     parser.add_argument("--all-only", action="store_true", help="`steps` without one rank")
     parser.add_argument("--quantize-embeddings", default="w8", choices=("none", "w8", "fp8"), help="in `fit`")
     parser.add_argument("--formats", default="fp16,int8_per_token_head,turboquant_k8v4")
@@ -242,7 +316,9 @@ def main(arguments: list[str] | None = None) -> None:
     name = torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu"
     run.note("start", device=name, ranks=args.ranks, torch=torch.__version__,
              date=datetime.now(UTC).isoformat(timespec="seconds"))  # fmt: skip
-    known: dict[str, Callable[[], None]] = {"same": run.same, "fit": run.fit, "steps": run.steps, "death": run.death}
+    known: dict[str, Callable[[], None]] = {
+        "same": run.same, "fit": run.fit, "most": run.most, "steps": run.steps, "shard": run.shard, "death": run.death
+    }  # fmt: skip
     for part in args.parts.split(","):
         begin = time.monotonic()
         if args.patience:  # ranks that wait for each other may wait for ever

@@ -12,7 +12,6 @@ from pocketllm.engine.places import RankStore
 from pocketllm.engine.rank import RankBuilder
 from pocketllm.kernels import reference
 from pocketllm.options import EngineOptions
-from pocketllm.parallel import place_nbytes
 
 
 def test_ranks_meet_whatever_their_processes_did_before(tmp_path: Path) -> None:
@@ -50,5 +49,5 @@ def test_places_are_for_gpus_of_one_kind(
         tp = SimpleNamespace(rank=rank, size=len(gpus), open_places=asked.append)
         builder = RankBuilder(checkpoint, EngineOptions(), reference, torch.device("cuda", rank + 1))  # type: ignore[arg-type]
         builder._open_places(tp)  # type: ignore[arg-type]
-        assert asked == ([place_nbytes(64)] if wanted else [])
+        assert asked == ([64] if wanted else [])
         assert ("GPUs differ" in capsys.readouterr().err) == (rank == 0 and not wanted)

@@ -36,12 +36,16 @@ def test_the_gpu_benchmark_runs_on_a_cpu(
     """Its figures are not judged here, but its slots are filled to the last token."""
     model = tiny_models.make("qwen3_5", tmp_path)[0]
     arguments = "--device cpu --kernels reference --limit 1GiB --fits 2x300xturboquant_k8v4,1x300xfp16 --steps 3"
-    arguments += f" --formats fp16 --cases 1x20,2x50 --model {model} --small {model}"
+    arguments += (
+        f" --formats fp16 --cases 1x20,2x50 --model {model} --small {model} --parts same,fit,most,steps,shard,death"
+    )
+    arguments += " --slots 1"
     script("gpu_tp", monkeypatch).main(arguments.split())
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert not [line for line in lines if "failed" in line or "refused" in line]
     assert [line["tokens_equal"] for line in lines if "tokens_equal" in line] == [True]
-    assert [line["held"] for line in lines if "held" in line] == [[292, 292], [292]]
+    assert [line["held"] for line in lines if "held" in line] == [[292, 292], [292], [4088]]
+    assert [list(line["step_ms"]) for line in lines if line["part"] == "shard" and "kv" in line] == [["1x20", "2x50"]]
     assert [list(line["speedup"]) for line in lines if "speedup" in line] == [["1x20", "2x50"]]
     (death,) = (line for line in lines if "after_seconds" in line)
     assert "killed by SIGKILL" in death["said"]

@@ -26,7 +26,7 @@ from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.triton.pairs import round_e4m3, to_pairs, weight_pairs
 from pocketllm.kernels.triton.quantize import times_sigmoid
 from pocketllm.kernels.types import Bridge, LinearWeight, Paired
-from pocketllm.parallel import MOST_MEETINGS, MOST_PARTS, Place, Summands
+from pocketllm.parallel import Place, Summands, inbox_nbytes
 from pocketllm.weights.formats import FORMATS, encode
 
 GPU = torch.cuda.is_available()
@@ -292,42 +292,76 @@ def test_bridges_follow_each_other_in_a_graph() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+def words_of(sums: Tensor, stamp: int) -> Tensor:
+    return (sums.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) | stamp << 32
+
+
+def place_of(rank: int, rows: int, hidden: int) -> tuple[Place, list[Tensor]]:
+    """Of one rank of two that live in one process, and the inboxes of both, [2, rows, hidden]."""
+    inboxes = [torch.zeros(inbox_nbytes(hidden, 2) // 8, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    unused = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    place = Place(
+        torch.zeros(0, dtype=torch.uint8, device=DEVICE), unused, unused,
+        torch.tensor([t.data_ptr() for t in inboxes], dtype=torch.int64, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE), rank, 2,
+    )  # fmt: skip
+    return place, [t[: 2 * rows * hidden].view(2, rows, hidden) for t in inboxes]
+
+
 @on_hopper
-def test_ranks_add_each_others_parts() -> None:
-    """Of two ranks in one process: the other has put its parts there, and says so in advance."""
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rows", [1, 9, 40])
+def test_ranks_add_each_others_sums(rows: int, rank: int) -> None:
+    """Of two ranks in one process: the other one's words are there in advance. Twice, as inboxes are used again."""
     weights = random_bridge(*SHAPES[2], small=True, last=False)
-    hidden, width, rows = SHAPES[2][0], SHAPES[2][1], 9
-    x, residual = (
-        torch.randn(rows, width, device=DEVICE).bfloat16(),
-        torch.randn(rows, hidden, device=DEVICE).bfloat16(),
-    )
-    nbytes, flags, memories, places = MOST_PARTS * rows * hidden * 4, [], [], []
-    for _ in range(2):
-        memory = [torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
-        flag = [torch.zeros(MOST_MEETINGS, 2, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-        flag[0][:, 1] = 1
-        pointers = [
-            torch.tensor([t.data_ptr() for t in some], dtype=torch.int64, device=DEVICE) for some in (memory, flag)
-        ]
-        places.append(Place(memory[0], *pointers, 0, 2))
-        memories.append(memory[1])
-        flags.append(flag)
-    others = torch.randn(2, rows, hidden, device=DEVICE)  # the other rank's sums
-    for memory, sums in zip(memories, others, strict=True):
-        memory.view(torch.float32)[: sums.numel()] = sums.flatten()
-    exact = residual.float() + reference.linear(x.float(), weights.out) + others[0]
-    h = reference.gated_linear(reference.rms_norm(exact, weights.norm, weights.eps), weights.gate_up)
-    exact = exact + reference.linear(h, weights.down) + others[1]
     assert weights.next_norm is not None
-    wanted = reference.linear(reference.rms_norm(exact, weights.next_norm, weights.eps), weights.next_in[0])
-    cross = kernels.bridge(weights, rows, torch.bfloat16, places)
+    hidden, width, other = SHAPES[2][0], SHAPES[2][1], 1 - rank
+    places, inboxes = zip(*(place_of(rank, rows, hidden) for _ in range(2)), strict=True)
+    for stamp in (1, 2):
+        x, residual = (torch.randn(rows, n, device=DEVICE).bfloat16() for n in (width, hidden))
+        theirs = torch.randn(2, rows, hidden, device=DEVICE)
+        for inbox, sums in zip(inboxes, theirs, strict=True):
+            inbox[rank][other] = words_of(sums, stamp)
+        own = reference.linear(x.float(), weights.out)
+        exact = residual.float() + own + theirs[0]
+        h = reference.gated_linear(reference.rms_norm(exact, weights.norm, weights.eps), weights.gate_up)
+        exact = exact + reference.linear(h, weights.down) + theirs[1]
+        wanted = reference.linear(reference.rms_norm(exact, weights.next_norm, weights.eps), weights.next_in[0])
+        cross = kernels.bridge(weights, rows, torch.bfloat16, places)
+        assert cross is not None
+        got = cross(x, residual)[0].float()
+        assert ((got - wanted).norm() / wanted.norm()).item() < 6e-3
+        assert ((residual.float() - exact).norm() / exact.norm()).item() < 4e-3
+        for inbox in inboxes:  # this rank's sums have been sent, with the stamp; nothing else has been written
+            assert bool((inbox[other][rank] >> 32 == stamp).all())
+            assert not inbox[other][other].any()
+            assert torch.equal(inbox[other][rank], inbox[rank][rank])
+        sent = inboxes[0][other][rank].to(torch.int32).view(torch.float32)
+        assert ((sent - own).norm() / own.norm()).item() < 2e-3
+
+
+@on_hopper
+def test_nobody_waits_for_words_after_the_end() -> None:
+    """Where the other rank has died, `stop` lets a kernel end that finds no words."""
+    weights = random_bridge(*SHAPES[2], small=False, last=False)
+    places, _ = zip(*(place_of(0, 3, SHAPES[2][0]) for _ in range(2)), strict=True)
+    for place in places:
+        place.stop.fill_(1)
+    x, residual = (torch.randn(3, n, device=DEVICE).bfloat16() for n in (SHAPES[2][1], SHAPES[2][0]))
+    cross = kernels.bridge(weights, 3, torch.bfloat16, places)
     assert cross is not None
-    got = cross(x, residual)[0].float()
-    assert ((got - wanted).norm() / wanted.norm()).item() < 6e-3
-    assert ((residual.float() - exact).norm() / exact.norm()).item() < 4e-3
-    for own, theirs in flags:  # programs have said that they are there, and taken note of the other
-        assert theirs[:, 0].any()
-        assert int(own[:, 1].sum()) == MOST_MEETINGS - int(theirs[:, 0].sum())
+    cross(x, residual)
+    torch.cuda.synchronize()
+
+
+@on_hopper
+def test_bridges_of_two_shapes_do_not_share_inboxes() -> None:
+    """Their kernels would count apart, so that old words of one could pass for the other's."""
+    first, second = (random_bridge(*shape, small=False, last=False) for shape in SHAPES[:2])
+    places = [place_of(0, 3, SHAPES[1][0])[0] for _ in range(2)]
+    assert kernels.bridge(first, 3, torch.bfloat16, places) is not None
+    assert kernels.bridge(second, 3, torch.bfloat16, places) is None
+    assert kernels.bridge(first, 3, torch.bfloat16, places) is not None
 
 
 def test_no_bridge_where_none_can_be() -> None:

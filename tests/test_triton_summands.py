@@ -31,7 +31,8 @@ def ranks_of(size: int, nbytes: int, rank: int, programs: int = 64) -> tuple[Pla
     def addresses(tensors: list[Tensor]) -> Tensor:
         return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device=DEVICE)
 
-    return Place(memories[rank], addresses(memories), addresses(flags), rank, size), memories, flags
+    unused = addresses([]), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    return Place(memories[rank], addresses(memories), addresses(flags), *unused, rank, size), memories, flags
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,13 +66,22 @@ def blocks(*parts: Part) -> Part:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Memory of each rank that the others read in place of a message. Kernels of all ranks meet there by flags."""
+    """Memory by which kernels of all ranks exchange summands, in one of two ways.
+
+    They may stay in `memory` and be read by the others once flags have said that they are there. Or they are sent, into the
+    others' inboxes, as words of 8 bytes that hold a number and a stamp: whoever finds the stamp has the number. That is one
+    way through the link, where reading takes three: flag, request, answer.
+    """
 
     memory: Tensor  # [bytes] uint8: this rank's
     addresses: Tensor  # [size] int64: each rank's, as this one's device sees it
     flags: Tensor  # [size] int64: addresses of each rank's flags, [MOST_MEETINGS, size] int32; a flag is 1 from when a
-    rank: int  # kernel has said that its rank's memory is ready until the one it says it to has seen that
+    #                kernel has said that its rank's memory is ready until the one it says it to has seen that
+    inboxes: Tensor  # [size] int64: addresses of each rank's words, [size (from), rows, hidden size] int64, 0 at first
+    stop: Tensor  # [1] int32: from when it is not 0, nobody waits for words
+    rank: int
     size: int
+    kept: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)  # by kernels that count themselves
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor at the beginning of `memory`."""
@@ -132,8 +142,8 @@ class TensorParallel:
         """
         return x
 
-    def open_places(self, nbytes: int) -> None:
-        """Called once by all ranks alike: `place` has memory of so many bytes from then on, where the devices allow it."""
+    def open_places(self, hidden_size: int) -> None:
+        """Called once by all ranks alike: `place` has memory for rows of this width from then on, where devices allow it."""
 
     def place(self, index: int, rows: int) -> Place | None:
         """Where to put summands [.., rows, N] for the others, or None: then `all_reduce` is the way.
@@ -160,8 +170,13 @@ MOST_MEETINGS = 1024  # programs of one kernel that meet those of the other rank
 
 
 def place_nbytes(hidden_size: int) -> int:
-    """Of each place."""
+    """Of each place's memory."""
     return MOST_PARTS * SMALL_BATCH * hidden_size * 4
+
+
+def inbox_nbytes(hidden_size: int, size: int) -> int:
+    """Of each place's inbox on each of `size` ranks."""
+    return size * SMALL_BATCH * hidden_size * 8
 
 
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:

@@ -76,10 +76,10 @@ class ProcessGroupRanks(TensorParallel):
         torch.ops.pocketllm.all_reduce_(x, id(self))
         return x
 
-    def open_places(self, nbytes: int) -> None:
+    def open_places(self, hidden_size: int) -> None:
         device, places, problem = torch.device("cuda", torch.cuda.current_device()), None, ""
         try:
-            places = open_places(self.rank, self.size, self.store, device, nbytes)
+            places = open_places(self.rank, self.size, self.store, device, hidden_size)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
         opened = self.all_reduce(torch.tensor([[float(places is not None)]], device=device))

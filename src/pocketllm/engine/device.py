@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pocketllm.errors import OptionError
 
+_library: Any = torch._C
 CPU_SHARE = 0.8  # of what the machine has available: the rest stays for the caller and the file cache
 GPU_SHARE = 0.95
 
@@ -61,6 +63,14 @@ def used_memory(device: torch.device) -> int | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def allocate_exactly(device: torch.device) -> None:
+    """From now on torch's allocator gives a GPU's tensors what they take, as plans count it, and not whole segments of 2 or
+    20 MiB each. Settings of the user's own (PYTORCH_ALLOC_CONF) stay as they are."""
+    own = [os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    if device.type == "cuda" and not any(own):
+        _library._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def limit_memory(device: torch.device, nbytes: int | None) -> None:

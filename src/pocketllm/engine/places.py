@@ -14,12 +14,13 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from pocketllm.parallel import MOST_MEETINGS, NUM_PLACES, Place
+from pocketllm.parallel import MOST_MEETINGS, NUM_PLACES, Place, inbox_nbytes, place_nbytes
 
 _c10d: Any = torch.distributed.distributed_c10d
 _library: Any = torch._C._distributed_c10d
 _MOMENT = 0.002  # seconds between two attempts to let waiting kernels go
 _ALIGNMENT = 256
+_STOP = 8  # numbers after the flags of a place: the first is `Place.stop`
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +36,8 @@ class Places:
     handles: tuple[Any, ...]  # keep the mappings alive
 
     def let_go(self, seconds: float = 5.0) -> None:
-        """Says to every kernel of this rank that waits what it waits to hear. Its results mean nothing then. Until the
-        device is idle, at most so long. From any thread.
+        """Says to every kernel of this rank that waits what it waits to hear, and that nobody waits for words any more. Its
+        results mean nothing then. Until the device is idle, at most so long. From any thread.
 
         By copies from the host: a kernel that fills could not start while one that waits has all registers of all
         multiprocessors, as a bridge of 33 rows or more has.
@@ -86,14 +87,15 @@ class RankStore(_library.Store):  # type: ignore[misc]
         self._store.wait([self._key(key) for key in keys], *timeout)
 
 
-def open_places(rank: int, size: int, store: Any, device: torch.device, nbytes: int) -> Places:
-    """Called by all ranks alike; returns once all have. nbytes: of each place. RuntimeError if the GPUs can't read each
-    other's memory."""
+def open_places(rank: int, size: int, store: Any, device: torch.device, hidden_size: int) -> Places:
+    """Called by all ranks alike; returns once all have. RuntimeError if the GPUs can't read each other's memory."""
     meeting = RankStore(torch.distributed.PrefixStore("places", store))  # type: ignore[attr-defined]
     name = f"pocketllm-places-{id(store)}-{time.monotonic_ns()}"  # of this process's own register of groups
     group: Any = _c10d.ProcessGroup(meeting, rank, size)
     _library._register_process_group(name, group)
-    each = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    in_memory = -(-place_nbytes(hidden_size) // _ALIGNMENT) * _ALIGNMENT
+    each = in_memory + -(-inbox_nbytes(hidden_size, size) // _ALIGNMENT) * _ALIGNMENT
+    num_flags = MOST_MEETINGS * size + _STOP
 
     def shared(count: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
         tensor = _library._SymmetricMemory.empty_strided_p2p((count,), (1,), dtype, device)
@@ -102,7 +104,7 @@ def open_places(rank: int, size: int, store: Any, device: torch.device, nbytes: 
         return tensor, _library._SymmetricMemory.rendezvous(tensor, name)
 
     memory, memory_handle = shared(NUM_PLACES * each, torch.uint8)
-    flags, flags_handle = shared(NUM_PLACES * MOST_MEETINGS * size, torch.int32)
+    flags, flags_handle = shared(NUM_PLACES * num_flags, torch.int32)
     flags_handle.barrier(0, int(60e3))  # nobody's flags are written before they are zero
     torch.cuda.synchronize(device)
 
@@ -111,9 +113,11 @@ def open_places(rank: int, size: int, store: Any, device: torch.device, nbytes: 
 
     places = tuple(
         Place(
-            memory[i * each : (i + 1) * each],
+            memory[i * each : i * each + in_memory],
             addresses(memory_handle, i * each),
-            addresses(flags_handle, i * MOST_MEETINGS * size * 4),
+            addresses(flags_handle, i * num_flags * 4),
+            addresses(memory_handle, i * each + in_memory),
+            flags[(i + 1) * num_flags - _STOP :][:1],
             rank,
             size,
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pocketllm.engine.device import available_memory, limit_memory, of_one_kind, pick_device
+from pocketllm.engine.device import allocate_exactly, available_memory, limit_memory, of_one_kind, pick_device
 from pocketllm.engine.lead import LeadRunner, Ranks
 from pocketllm.engine.memory_advice import check_fits
 from pocketllm.engine.memory_plan import MemoryPlan, compute_dtype, gib, plan_memory
@@ -18,7 +18,7 @@ from pocketllm.kernels import select_kernels
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.models.registry import Checkpoint
 from pocketllm.options import EngineOptions
-from pocketllm.parallel import TensorParallel, place_nbytes
+from pocketllm.parallel import TensorParallel
 from pocketllm.weights.base import Policy
 
 
@@ -55,6 +55,7 @@ class RankBuilder:
     def build(self, plan: MemoryPlan, tp: TensorParallel) -> ModelRunner:
         """Allocates what the plan says. MemoryPlanError if the device has less than it said."""
         options, config = self.options, self.checkpoint.config
+        allocate_exactly(self.device)
         limit_memory(self.device, None if options.memory_limit is None else options.memory_limit - plan.runtime)
         try:
             policy = Policy.of(options, compute_dtype(options, self.device.type), self.kernels)
@@ -68,7 +69,7 @@ class RankBuilder:
     def _open_places(self, tp: TensorParallel) -> None:
         """For ranks on GPUs of one kind: how a kernel splits its sums, others of it read, depends on the GPU."""
         if of_one_kind(self.device, tp.rank, tp.size):
-            tp.open_places(place_nbytes(self.checkpoint.config.hidden_size))
+            tp.open_places(self.checkpoint.config.hidden_size)
         elif tp.rank == 0:
             print("the ranks' GPUs differ: sums over the ranks go through NCCL, which is slower", file=sys.stderr)
 

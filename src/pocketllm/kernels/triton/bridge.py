@@ -22,14 +22,14 @@ GROUPS = 2  # groups of 128 columns that a program takes at a time
 UNIT = 128 * GROUPS  # columns
 MOST_HIDDEN = 16384  # a program adds up the squares of all groups of a row at once
 # rows: (warps that multiply, places in the ring, units of weights on their way)
-SIZES = {8: (8, 6, 2), 16: (8, 5, 2), 32: (8, 4, 2), 64: (8, 2, 2)}
+SIZES = {8: (8, 6, 2), 16: (8, 5, 2), 32: (8, 4, 2), 64: (8, 3, 2)}
 
 
 def bridge(weights: Bridge, num_rows: int, dtype: object, places: Sequence[Place] = ()) -> Cross | None:
     table = linear_table(weights.out.tensors[0].device)
     if not (table.bridge and 0 < num_rows <= SMALL_BATCH and dtype == torch.bfloat16 and _fits(weights)):
         return None
-    if places and max(parts_of(weights)[::2]) > MOST_PARTS:
+    if places and (parts_of(weights)[2] > MOST_PARTS or _meeting(weights, places) is None):
         return None
     return partial(_cross, weights, places)
 
@@ -77,11 +77,34 @@ def _most_units(weights: Bridge, last_tiles: int) -> tuple[int, ...]:
     return tuple(triton.next_power_of_2(n) for n in counts)
 
 
-@cache
-def _sync(device: torch.device, programs: int, hidden: int, inner: int) -> Tensor:
-    """Where so many programs meet, one kernel after the other (see `bridge_kernel`). Bridges on two streams at a time would
-    wait for multiprocessors that the other holds: there must be one stream."""
-    return torch.zeros(programs + 2 * (2 * hidden + inner) // TILE, dtype=torch.int64, device=device)
+def _new_meeting(
+    device: torch.device, programs: int, hidden: int, inner: int, parts: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=device)
+
+    words = (zeros(n, SMALL_BATCH, hidden) for n in parts)
+    return zeros(programs + (2 * hidden + 2 * inner) // TILE), *words
+
+
+_device_meeting = cache(_new_meeting)
+
+
+def _meeting(weights: Bridge, places: Sequence[Place]) -> tuple[Tensor, ...] | None:
+    """What programs of bridges of a shape meet by, one kernel after the other, and nobody else writes: sync, and words of
+    the first and the third product (see `bridge_kernel`). Bridges on two streams at a time would wait for multiprocessors
+    that the other holds: there must be one stream.
+
+    Ranks that send each other words must count kernels alike, so theirs is the place's; and a word must not be another
+    bridge's: None if bridges of another shape meet there already.
+    """
+    (first, _, third), device = parts_of(weights), weights.out.tensors[0].device
+    shape = _cuts(weights)[1], *weights.down.shape, (first, third)
+    if not places:
+        return _device_meeting(device, *shape)
+    if not places[0].kept:
+        places[0].kept[shape] = _new_meeting(device, *shape)
+    return places[0].kept.get(shape)
 
 
 def _tiles_of(x: Tensor, rows: int) -> Any:
@@ -115,17 +138,18 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    shapes = (parts[0], num_rows, hidden), (parts[2], num_rows, hidden)
-    if places:
-        outs, downs = (place.room(shape, torch.float32) for place, shape in zip(places, shapes, strict=True))
-    else:
-        outs, downs = (scratch(*shape) for shape in shapes)
-    ranks: list[Tensor | None] = [None] * 4
-    if places:
-        ranks = [t for place in places for t in (place.addresses, place.flags)]
-    rank, num_ranks = (places[0].rank, places[0].size) if places else (0, 1)
-    gated = scratch(parts[1], num_rows, 2 * inner)
     last, small = weights.next_norm is None, len(weights.next_in) == 2
+    meeting = _meeting(weights, places)
+    assert meeting is not None  # or there would be no bridge
+    sync, outs, downs = meeting
+    mail: list[Tensor | None] = [None] * 4
+    rank, num_ranks = 0, 1
+    if places:
+        mail = [t for place in places for t in (place.inboxes, place.stop)]
+        rank, num_ranks = places[0].rank, places[0].size
+    last_parts, shape = None, (parts[2], num_rows, hidden)
+    if last:  # whoever reads the parts adds up all ranks'
+        last_parts = places[1].room(shape, torch.float32) if places else scratch(*shape)
     following = weights.down if last else weights.next_in[0]  # anything, after the last block
     narrow = weights.next_in[1].pairs if small else following.tensors
     out = torch.empty(num_rows, following.shape[0], dtype=dtype, device=device)
@@ -139,11 +163,12 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
     tiles, small_tiles = 0 if last else following.shape[0] // TILE, 2 if small else 0
     bridge_kernel[(programs,)](
         *_rows_of(x), *planes, residual, weights.norm, weights.norm if last else weights.next_norm, *rows,
-        scratch(num_rows, hidden // TILE), outs, gated, downs, out, out_small,
-        _sync(device, programs, hidden, inner), *ranks, rank, num_rows, tiles, small_tiles, weights.eps,
+        scratch(num_rows, hidden // TILE), outs, scratch(parts[1], num_rows, 2 * inner), downs,
+        out_small if last_parts is None else last_parts, out, out_small, sync, *mail, rank, num_rows, tiles, small_tiles,
+        weights.eps,
         H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, FLIGHT=flight,
         GROUPS=GROUPS,
         PARTS=tuple(parts), RANKS=num_ranks, MOST=_most_units(weights, tiles + small_tiles),
         num_warps=warps, launch_pdl=True,
     )  # fmt: skip
-    return [downs] if last else [out, out_small] if small else [out]
+    return [last_parts] if last_parts is not None else [out, out_small] if small else [out]

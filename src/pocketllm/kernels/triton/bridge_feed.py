@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
 # ruff: noqa: SIM102  (conditions the compiler knows, and ones that it does not)
-"""The warp of a bridge that asks for memory (see `bridge_kernels`).
+"""The two warps of a bridge that ask for memory (see `bridge_kernels`).
 
-It fills a ring of places in shared memory with units of weights and of rows, in the order in which the other warps multiply
-them. It does not stop for what lies between two products: weights do not depend on it, and each group of columns of the
-rows is asked for as soon as some program has made it.
+They fill a ring of places in shared memory, in the order in which the other warps multiply: one with units of weights, one
+with the rows that go with them. Weights depend on nothing, so the first never stops but for want of room, neither at the
+kernel's start nor between two products. Each group of columns of the rows is asked for as soon as some program has made it.
 
 No more than FLIGHT units are on their way at a time. With a whole ring of them, whatever else goes to memory and back stands
 behind 4 us of weights: parts, counters and flags, five times between two products. (A step of 27B at one slot on an H200:
@@ -42,81 +42,69 @@ def _fetch_unit(PRODUCT: gl.constexpr, plan, unit, smem, bar, SIZES: gl.constexp
 
 
 @gluon.jit
-def _fetch_weight(PRODUCT: gl.constexpr, g, plan, smem, bar, SIZES: gl.constexpr):
-    """Asks for the g-th of all units that this program reads. It belongs to product PRODUCT or a later one."""
+def _fetch_weight(g, plan, smem, bar, SIZES: gl.constexpr):
+    """Asks for the g-th of all units that this program reads."""
     _, firsts, ends, _, _ = plan
-    if PRODUCT == 0 and g < ends[0]:
+    if g < ends[0]:
         _fetch_unit(0, plan, firsts[0] + g, smem, bar, SIZES)
-    elif PRODUCT <= 1 and g < ends[1]:
+    elif g < ends[1]:
         _fetch_unit(1, plan, firsts[1] + g - ends[0], smem, bar, SIZES)
-    elif PRODUCT <= 2 and g < ends[2]:
+    elif g < ends[2]:
         _fetch_unit(2, plan, firsts[2] + g - ends[1], smem, bar, SIZES)
     else:
         _fetch_unit(3, plan, firsts[3] + g - ends[2], smem, bar, SIZES)
 
 
 @gluon.jit
-def _room(g, ring, NBYTES: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr):
-    """Waits until unit g's place in the ring is free and no more than FLIGHT units of weights are on their way, and says how
-    much will come."""
-    _, _, _, weights_here, _, all_read = ring
-    mbarrier.wait(all_read.index(g % STAGES), (g // STAGES & 1) ^ 1)  # at once, the first time round
-    before = gl.maximum(g - FLIGHT, 0)
-    mbarrier.wait(weights_here.index(before % STAGES), before // STAGES & 1, pred=g >= FLIGHT)
-    mbarrier.expect(weights_here.index(g % STAGES), NBYTES)
-
-
-@gluon.jit
-def _feed_product(
-    PRODUCT: gl.constexpr, asked, plan, rows, made, FLAGS: gl.constexpr, epoch, ring, STAGES: gl.constexpr,
-    FLIGHT: gl.constexpr, NBYTES: gl.constexpr, SIZES: gl.constexpr,
-):  # fmt: skip
-    """A product's units, of which weights were asked for up to the asked-th of all; then weights of later ones, as many as
-    the ring holds. -> how many are asked for now. made [FLAGS]: of each group of 128 columns of rows, or None."""
-    _, firsts, ends, _, _ = plan
-    w_smem, x_smem, scales_smem, weights_here, rows_here, _ = ring
-    base = ends[PRODUCT - 1] if PRODUCT > 0 else 0
-    end, all_units = ends[PRODUCT], ends[3]
-    all_made = made is None
-    for g in range(base, end):
-        at = firsts[PRODUCT] + g - base
-        if g >= asked:
-            _room(g, ring, NBYTES[0], STAGES, FLIGHT)
-            _fetch_unit(PRODUCT, plan, at, w_smem.index(g % STAGES), weights_here.index(g % STAGES), SIZES)
-        k = unit_k(at, SIZES[0][PRODUCT], SIZES[1][PRODUCT]) * SIZES[2]
-        if made is not None:
-            if not all_made:
-                all_made = wait_for_flags(made, FLAGS, k, k + SIZES[2], epoch, 1)
-        bar, slot = rows_here.index(g % STAGES), g % STAGES
-        mbarrier.expect(bar, NBYTES[1])
-        tma.async_copy_global_to_shared(rows[0], [k, 0, 0], bar, x_smem.index(slot))
-        tma.async_copy_global_to_shared(rows[1], [k, 0], bar, scales_smem.index(slot))
-    if PRODUCT < 3:
-        for g in range(gl.maximum(asked, end), gl.minimum(end + STAGES, all_units)):
-            _room(g, ring, NBYTES[0], STAGES, FLIGHT)
-            _fetch_weight(PRODUCT + 1, g, plan, w_smem.index(g % STAGES), weights_here.index(g % STAGES), SIZES)
-    return gl.maximum(asked, gl.minimum(end + STAGES, all_units))
-
-
-@gluon.jit
-def feed(
-    plan, rows, made, own, ring, H: gl.constexpr, I: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr,
-    NBYTES: gl.constexpr, SIZES: gl.constexpr,
-):  # fmt: skip
-    """All units of this program. plan: see `bridge_kernel`. rows: descriptors of a `Paired`'s codes and scales, of the
-    first product, of the second and the last, and of the third; made: flags of the last three.
+def feed_weights(plan, ring, STAGES: gl.constexpr, FLIGHT: gl.constexpr, NBYTES: gl.constexpr, SIZES: gl.constexpr):
+    """All units of weights of this program, in order, as soon as there is room. plan: see `bridge_kernel`.
 
     ring: shared memory of weights, rows and their scales, and of each place three barriers: weights are there, rows are
     there, all is read. NBYTES: of a unit's weights, and of its rows with scales.
     """
-    w_smem, _, _, weights_here, _, _ = ring
-    asked = gl.minimum(plan[2][3], STAGES)
-    for g in range(asked):  # weights do not depend on the kernels before
-        _room(g, ring, NBYTES[0], STAGES, FLIGHT)
-        _fetch_weight(0, g, plan, w_smem.index(g), weights_here.index(g), SIZES)
+    w_smem, _, _, weights_here, _, all_read = ring
+    for g in range(plan[2][3]):
+        place = g % STAGES
+        mbarrier.wait(all_read.index(place), (g // STAGES & 1) ^ 1)  # at once, the first time round
+        before = gl.maximum(g - FLIGHT, 0)
+        mbarrier.wait(weights_here.index(before % STAGES), before // STAGES & 1, pred=g >= FLIGHT)
+        mbarrier.expect(weights_here.index(place), NBYTES[0])
+        _fetch_weight(g, plan, w_smem.index(place), weights_here.index(place), SIZES)
+
+
+@gluon.jit
+def _feed_product(
+    PRODUCT: gl.constexpr, plan, rows, made, FLAGS: gl.constexpr, epoch, ring, STAGES: gl.constexpr, NBYTES: gl.constexpr,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """The rows of a product's units. made [FLAGS]: of each group of 128 columns of rows, or None."""
+    _, firsts, ends, _, _ = plan
+    _, x_smem, scales_smem, _, rows_here, all_read = ring
+    base = ends[PRODUCT - 1] if PRODUCT > 0 else 0
+    all_made = made is None
+    for g in range(base, ends[PRODUCT]):
+        k = unit_k(firsts[PRODUCT] + g - base, SIZES[0][PRODUCT], SIZES[1][PRODUCT]) * SIZES[2]
+        if made is not None:
+            if not all_made:
+                all_made = wait_for_flags(made, FLAGS, k, k + SIZES[2], epoch, 1)
+        place = g % STAGES
+        mbarrier.wait(all_read.index(place), (g // STAGES & 1) ^ 1)
+        bar = rows_here.index(place)
+        mbarrier.expect(bar, NBYTES[1])
+        tma.async_copy_global_to_shared(rows[0], [k, 0, 0], bar, x_smem.index(place))
+        tma.async_copy_global_to_shared(rows[1], [k, 0], bar, scales_smem.index(place))
+
+
+@gluon.jit
+def feed_rows(
+    plan, rows, made, own, ring, H: gl.constexpr, I: gl.constexpr, STAGES: gl.constexpr, NBYTES: gl.constexpr,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """The rows that go with them. rows: descriptors of a `Paired`'s codes and scales, of the first product, of the second
+    and the last, and of the third; made: flags of the last three."""
     wait_for_kernels()
     epoch = load_acquire(own) + 1
-    asked = _feed_product(0, asked, plan, rows[0], None, 0, epoch, ring, STAGES, FLIGHT, NBYTES, SIZES)
-    asked = _feed_product(1, asked, plan, rows[1], made[0], H // 128, epoch, ring, STAGES, FLIGHT, NBYTES, SIZES)
-    asked = _feed_product(2, asked, plan, rows[2], made[1], I // 128, epoch, ring, STAGES, FLIGHT, NBYTES, SIZES)
-    _feed_product(3, asked, plan, rows[1], made[2], H // 128, epoch, ring, STAGES, FLIGHT, NBYTES, SIZES)
+    _feed_product(0, plan, rows[0], None, 0, epoch, ring, STAGES, NBYTES, SIZES)
+    _feed_product(1, plan, rows[1], made[0], H // 128, epoch, ring, STAGES, NBYTES, SIZES)
+    _feed_product(2, plan, rows[2], made[1], I // 128, epoch, ring, STAGES, NBYTES, SIZES)
+    _feed_product(3, plan, rows[1], made[2], H // 128, epoch, ring, STAGES, NBYTES, SIZES)

@@ -83,19 +83,36 @@ def wait_for_flags(flags, FLAGS: gl.constexpr, first, last, value, WARPS: gl.con
 
 
 @gluon.jit
-def meet_ranks(flags, place, rank, RANKS: gl.constexpr):
-    """As `summands.meet`: returns once programs of all ranks have come to this place."""
-    for peer in gl.static_range(RANKS):
-        if peer != rank:
-            at = gl.load(flags + peer).to(gl.pointer_type(gl.int32)) + place * RANKS + rank
-            while gl.atomic_cas(at, 0, 1, sem="release", scope="sys") != 0:
-                pass
-    own = gl.load(flags + rank).to(gl.pointer_type(gl.int32)) + place * RANKS
-    for peer in gl.static_range(RANKS):
-        if peer != rank:
-            while gl.atomic_cas(own + peer, 1, 0, sem="acquire", scope="sys") != 1:
-                pass
-    gl.thread_barrier()
+def stamped(x, stamp):
+    """x float32 -> words int64 of a number and a stamp, int32. They arrive together, whatever else arrives when."""
+    return (stamp.to(gl.int64) << 32) | (x.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
+
+
+@gluon.jit
+def _look_for_words(at, count, stride, stamp, real, MOST: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """-> the sum of words' numbers, and whether some do not have the stamp yet, 0 or 1. All are asked for at once."""
+    total, missing = gl.zeros(shape, gl.float32, layout), gl.zeros(shape, gl.int32, layout)
+    for i in gl.static_range(MOST):
+        there = real & (i < count)
+        words = gl.load(at + i * stride, mask=there, other=0, volatile=True)
+        missing |= gl.where(there & ((words >> 32).to(gl.int32) != stamp), 1, 0)
+        total += (words & 0xFFFFFFFF).to(gl.int32).to(gl.float32, bitcast=True)
+    return total, gl.max(gl.max(missing, axis=1), axis=0)
+
+
+@gluon.jit
+def sum_of_words(
+    at, count, stride, stamp, real, stop, MOST: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """[R, N] float32: the sum of `count` words' numbers, MOST at most, `stride` apart from `at` on, in order, as soon as all
+    have this stamp. 0 where `real` is false. stop: `Place.stop`, or None."""
+    total, missing = _look_for_words(at, count, stride, stamp, real, MOST, shape, layout)
+    stopped = 0
+    while missing > stopped:
+        total, missing = _look_for_words(at, count, stride, stamp, real, MOST, shape, layout)
+        if stop is not None:
+            stopped = gl.load(stop, volatile=True)
+    return total
 
 
 @gluon.jit
