@@ -335,7 +335,6 @@ def test_ranks_add_each_others_sums(rows: int, rank: int) -> None:
         for inbox in inboxes:  # this rank's sums have been sent, with the stamp; nothing else has been written
             assert bool((inbox[other][rank] >> 32 == stamp).all())
             assert not inbox[other][other].any()
-            assert torch.equal(inbox[other][rank], inbox[rank][rank])
         sent = inboxes[0][other][rank].to(torch.int32).view(torch.float32)
         assert ((sent - own).norm() / own.norm()).item() < 2e-3
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +80,7 @@ class Place:
     stop: Tensor  # [1] int32: from when it is not 0, nobody waits for words
     rank: int
     size: int
-    kept: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)  # by kernels that count themselves
+    counts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # by shape of a kernel: how many there were
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor at the beginning of `memory`."""

@@ -33,7 +33,6 @@ from pocketllm.weights.reader import Storage
 
 # What a CUDA process takes before the first tensor: context, library handles, graphs. An assumption until it is measured.
 CUDA_RUNTIME = 1536 << 20
-BRIDGE_PROGRAMS = 132  # multiprocessors of the GPUs that have bridges: Hopper
 
 TABLE_SLOTS = (1, 2, 4, 8, 16, 32)
 
@@ -270,7 +269,7 @@ class Planner:
             sizes += [size * (self.options.max_draft_tokens + 1) for size in sizes]
         vocab = self.tp.shard(self.config.vocab_size, "vocab_size").size
         if self.device_type == "cuda":
-            return sum(sizes) * 4 * vocab + self._bridge(max(sizes)) + self._bridge_words()
+            return sum(sizes) * 4 * vocab + self._bridge(max(sizes))
         rows = sum(-(-size // 8) * 8 for size in sizes)  # a product's input is prepared in tiles of 8 rows
         return rows * (self.config.num_layers * self._row_bytes() + 4 * vocab)
 
@@ -299,13 +298,8 @@ class Planner:
         sums, in float32, and rows in other forms. Longer passes take none."""
         if self.device_type != "cuda":
             return 0
-        parts = MOST_PARTS * self.config.hidden_size + 5 * 2 * self.config.intermediate_size // self.tp.size
+        parts = 2 * MOST_PARTS * self.config.hidden_size + 5 * 2 * self.config.intermediate_size // self.tp.size
         return min(tokens, SMALL_BATCH) * 4 * parts
-
-    def _bridge_words(self) -> int:
-        """Bound of what bridges keep: parts of two sums of hidden rows, as words. A tile has a part of each program that
-        shares in it, so there are fewer than programs and two of each tile."""
-        return 2 * SMALL_BATCH * 8 * (BRIDGE_PROGRAMS * 128 + 2 * self.config.hidden_size)
 
     def _workspace(self, tokens: int, context: int) -> int:
         """Bound of a pass's live intermediates: the widest block's tensors, and one attention call's own."""

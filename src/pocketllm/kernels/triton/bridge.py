@@ -29,7 +29,7 @@ def bridge(weights: Bridge, num_rows: int, dtype: object, places: Sequence[Place
     table = linear_table(weights.out.tensors[0].device)
     if not (table.bridge and 0 < num_rows <= SMALL_BATCH and dtype == torch.bfloat16 and _fits(weights)):
         return None
-    if places and (parts_of(weights)[2] > MOST_PARTS or _meeting(weights, places) is None):
+    if places and (parts_of(weights)[2] > MOST_PARTS or _shared_sync(weights, places[0]) is None):
         return None
     return partial(_cross, weights, places)
 
@@ -77,34 +77,20 @@ def _most_units(weights: Bridge, last_tiles: int) -> tuple[int, ...]:
     return tuple(triton.next_power_of_2(n) for n in counts)
 
 
-def _new_meeting(
-    device: torch.device, programs: int, hidden: int, inner: int, parts: tuple[int, int]
-) -> tuple[Tensor, ...]:
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int64, device=device)
-
-    words = (zeros(n, SMALL_BATCH, hidden) for n in parts)
-    return zeros(programs + (2 * hidden + 2 * inner) // TILE), *words
+@cache
+def _sync(device: torch.device, programs: int, hidden: int, inner: int) -> Tensor:
+    """Where so many programs meet, one kernel after the other (see `bridge_kernel`). Bridges on two streams at a time would
+    wait for multiprocessors that the other holds: there must be one stream."""
+    return torch.zeros(programs + 2 * (2 * hidden + inner) // TILE, dtype=torch.int64, device=device)
 
 
-_device_meeting = cache(_new_meeting)
-
-
-def _meeting(weights: Bridge, places: Sequence[Place]) -> tuple[Tensor, ...] | None:
-    """What programs of bridges of a shape meet by, one kernel after the other, and nobody else writes: sync, and words of
-    the first and the third product (see `bridge_kernel`). Bridges on two streams at a time would wait for multiprocessors
-    that the other holds: there must be one stream.
-
-    Ranks that send each other words must count kernels alike, so theirs is the place's; and a word must not be another
-    bridge's: None if bridges of another shape meet there already.
-    """
-    (first, _, third), device = parts_of(weights), weights.out.tensors[0].device
-    shape = _cuts(weights)[1], *weights.down.shape, (first, third)
-    if not places:
-        return _device_meeting(device, *shape)
-    if not places[0].kept:
-        places[0].kept[shape] = _new_meeting(device, *shape)
-    return places[0].kept.get(shape)
+def _shared_sync(weights: Bridge, place: Place) -> Tensor | None:
+    """The same for ranks that send each other words: kernels' numbers are their stamps, so all ranks count from the same one
+    on, and a word must not be another bridge's. None if bridges of another shape count there already."""
+    shape = _cuts(weights)[1], *weights.down.shape
+    if not place.counts:
+        place.counts[shape] = _sync.__wrapped__(place.memory.device, *shape)
+    return place.counts.get(shape)
 
 
 def _tiles_of(x: Tensor, rows: int) -> Any:
@@ -139,17 +125,16 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     last, small = weights.next_norm is None, len(weights.next_in) == 2
-    meeting = _meeting(weights, places)
-    assert meeting is not None  # or there would be no bridge
-    sync, outs, downs = meeting
+    outs, gated, downs = scratch(parts[0], num_rows, hidden), scratch(parts[1], num_rows, 2 * inner), None
     mail: list[Tensor | None] = [None] * 4
-    rank, num_ranks = 0, 1
+    rank, num_ranks, sync = 0, 1, None
     if places:
         mail = [t for place in places for t in (place.inboxes, place.stop)]
-        rank, num_ranks = places[0].rank, places[0].size
-    last_parts, shape = None, (parts[2], num_rows, hidden)
-    if last:  # whoever reads the parts adds up all ranks'
-        last_parts = places[1].room(shape, torch.float32) if places else scratch(*shape)
+        rank, num_ranks, sync = places[0].rank, places[0].size, _shared_sync(weights, places[0])
+        if last:  # whoever reads the parts adds up all ranks'
+            downs = places[1].room((parts[2], num_rows, hidden), torch.float32)
+    if downs is None:
+        downs = scratch(parts[2], num_rows, hidden)
     following = weights.down if last else weights.next_in[0]  # anything, after the last block
     narrow = weights.next_in[1].pairs if small else following.tensors
     out = torch.empty(num_rows, following.shape[0], dtype=dtype, device=device)
@@ -163,12 +148,12 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
     tiles, small_tiles = 0 if last else following.shape[0] // TILE, 2 if small else 0
     bridge_kernel[(programs,)](
         *_rows_of(x), *planes, residual, weights.norm, weights.norm if last else weights.next_norm, *rows,
-        scratch(num_rows, hidden // TILE), outs, scratch(parts[1], num_rows, 2 * inner), downs,
-        out_small if last_parts is None else last_parts, out, out_small, sync, *mail, rank, num_rows, tiles, small_tiles,
+        scratch(num_rows, hidden // TILE), outs, gated, downs, out, out_small,
+        _sync(device, programs, hidden, inner) if sync is None else sync, *mail, rank, num_rows, tiles, small_tiles,
         weights.eps,
         H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, FLIGHT=flight,
         GROUPS=GROUPS,
         PARTS=tuple(parts), RANKS=num_ranks, MOST=_most_units(weights, tiles + small_tiles),
         num_warps=warps, launch_pdl=True,
     )  # fmt: skip
-    return [last_parts] if last_parts is not None else [out, out_small] if small else [out]
+    return [downs] if last else [out, out_small] if small else [out]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
-# ruff: noqa: RUF005  (conditions the compiler knows, and ones that it does not; Triton knows no starred tuples)
+# ruff: noqa: SIM102, RUF005  (conditions the compiler knows, and ones that it does not; Triton knows no starred tuples)
 """`bridge_kernel`: all that lies between two mixers of a block, for few rows, in one persistent kernel.
 
 At few rows a product takes as long as its weights take to read, and what a device loses is at the ends of kernels: memory
@@ -38,13 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from pocketllm.kernels.triton.bridge_feed import feed_rows, feed_weights, unit_k
 from pocketllm.kernels.triton.bridge_sums import finish_tile, programs_of, row_factors
-from pocketllm.kernels.triton.gluon_pieces import (
-    launch_dependents,
-    load_acquire,
-    stamped,
-    wait_for_flags,
-    wait_for_kernels,
-)
+from pocketllm.kernels.triton.gluon_pieces import launch_dependents, load_acquire, wait_for_flags, wait_for_kernels
 
 _TOGETHER = gl.constexpr(16)  # rows up to which registers hold the products of all groups of a unit
 
@@ -91,17 +85,6 @@ def _store_tile(sums, factors, out, tile, N, num_rows, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _store_words(sums, out, tile, N, num_rows, stamp, ROWS: gl.constexpr):
-    """The same, with words for numbers."""
-    both = gl.sum(sums.reshape([128, 2, ROWS]), axis=1)
-    layout: gl.constexpr = both.type.layout
-    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    n = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    at = out + (m * N)[None, :] + (tile * 128 + n)[:, None]
-    gl.store(at, stamped(both, stamp), mask=(m < num_rows)[None, :])
-
-
-@gluon.jit
 def _clear_tile(out, tile, N, num_rows, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """Zeros in a tile's columns of `out` [M, N]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
@@ -142,13 +125,13 @@ def keep_scales(PRODUCT: gl.constexpr, scales, plan, smem, WARPS: gl.constexpr, 
 
 @gluon.jit
 def multiply(
-    PRODUCT: gl.constexpr, kept, out, plan, ring, factors, vectors, meetings, places, last_parts, rank, num_rows, eps, epoch,
-    N, H: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    PRODUCT: gl.constexpr, kept, out, plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, N,
+    H: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     RANKS: gl.constexpr, PARTS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """This program's units of a product [M, N]; kept: their scales (`keep_scales`). A tile's part goes to its place among
-    the PARTS [.., M, N] of `out`, and `finish_tile` goes on; of the last product, whole tiles, times the rows' factors, go
-    to the two of `out`. factors: shared memory [ROWS]. last_parts: see `bridge_kernel`.
+    the PARTS [.., M, N] of `out`, and the last one to come does what `finish_tile` says; of the last product, whole tiles,
+    times the rows' factors, go to the two of `out`. factors: shared memory [ROWS].
 
     SIZES: of each product units of a tile, and by how many one tile begins after the one before; groups of a unit.
     plan: see `bridge_kernel`; ring: `bridge_feed.feed_weights`; epoch: what flags are raised to.
@@ -205,19 +188,16 @@ def multiply(
                     _store_tile(sums, factors, out[1] + (tile - in_tiles) * 128 * num_rows, 0, 128, num_rows, ROWS)
             else:
                 begun, programs = programs_of(tile, K, N // 128 * K)
-                before = (gl.program_id(0) - begun) * num_rows * N
+                at = out + (gl.program_id(0) - begun) * num_rows * N
+                _store_tile(sums, None, at, tile, N, num_rows, ROWS)
+                if PRODUCT == 2:  # of the last bridge, whoever reads the parts adds up all there may be
+                    if stop & (tiles == 0):
+                        for other in range(programs, PARTS[2]):
+                            _clear_tile(out + other * num_rows * N, tile, N, num_rows, ROWS, WARPS)
                 if PRODUCT == 1:
-                    _store_tile(sums, None, out + before, tile, N, num_rows, ROWS)
                     if normed == 0:
                         wait_for_flags(flags[0], H // 128, 0, H // 128, epoch, WARPS)
                     normed = 1
-                elif PRODUCT == 0 or tiles > 0:
-                    _store_words(sums, out + before, tile, N, num_rows, epoch.to(gl.int32), ROWS)
-                else:  # of the last bridge, whoever reads the parts adds up all there may be
-                    _store_tile(sums, None, last_parts + before, tile, N, num_rows, ROWS)
-                    if stop:
-                        for other in range(programs, PARTS[2]):
-                            _clear_tile(last_parts + other * num_rows * N, tile, N, num_rows, ROWS, WARPS)
                 if (PRODUCT < 2) | (tiles > 0):
                     finish_tile(PRODUCT, tile, vectors, meetings, places, rank, num_rows, eps, epoch, H, I, PAIRS, WARPS,
                                 RANKS, PARTS, SIZES)  # fmt: skip
@@ -226,27 +206,27 @@ def multiply(
 
 @gluon.jit
 def work(
-    plan, ring, kept, scales, outs, factors, vectors, meetings, own, places, last_parts, rank, num_rows, eps,
+    plan, ring, kept, scales, outs, factors, vectors, meetings, own, places, rank, num_rows, eps,
     H: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     RANKS: gl.constexpr, PARTS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """What all warps do but the two that feed them.
 
-    vectors: what is added up, and what becomes of it. meetings: counters of the second product's tiles, and flags of the
-    first three's, int64. own: how many kernels this program has been in; flags are raised to one more.
+    vectors: what is added up, and what becomes of it. meetings: counters and flags of the first three products' tiles,
+    int64. own: how many kernels this program has been in; flags are raised to one more.
     """
     for product in gl.static_range(4):
         keep_scales(product, scales[product], plan, kept[product], WARPS, SIZES)
     wait_for_kernels()
     epoch = load_acquire(own) + 1
-    multiply(0, kept[0], vectors[0][0], plan, ring, factors, vectors, meetings, places, None, rank, num_rows, eps, epoch, H,
+    multiply(0, kept[0], vectors[0][0], plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, H,
              H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
-    multiply(1, kept[1], vectors[0][1], plan, ring, factors, vectors, meetings, places, None, rank, num_rows, eps, epoch,
-             2 * I, H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
-    multiply(2, kept[2], vectors[0][2], plan, ring, factors, vectors, meetings, places, last_parts, rank, num_rows, eps,
-             epoch, H, H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
-    multiply(3, kept[3], outs, plan, ring, factors, vectors, meetings, places, None, rank, num_rows, eps, epoch,
-             plan[4] * 128, H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
+    multiply(1, kept[1], vectors[0][1], plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, 2 * I,
+             H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
+    multiply(2, kept[2], vectors[0][2], plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, H,
+             H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
+    multiply(3, kept[3], outs, plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, plan[4] * 128,
+             H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
     gl.store(own, epoch)
 
 
@@ -254,8 +234,8 @@ def work(
 def bridge_kernel(
     x, x_s, w_out, s_out, w_gate_up, s_gate_up, w_down, s_down, w_in, s_in, w_small, s_small, residual, gain1, gain2,
     normed, normed_s, normed_codes, normed_scales, inner, inner_s, inner_codes, inner_scales, squares, parts_out,
-    parts_inner, parts_down, last_parts, out, out_small, sync, out_inboxes, out_stop, down_inboxes, down_stop, rank,
-    num_rows, in_tiles, small_tiles, eps,
+    parts_inner, parts_down, out, out_small, sync, out_inboxes, out_stop, down_inboxes, down_stop, rank, num_rows,
+    in_tiles, small_tiles, eps,
     H: gl.constexpr, A: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     FLIGHT: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, RANKS: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
@@ -265,10 +245,8 @@ def bridge_kernel(
     w_in, 0 after the last block. small_tiles: 2, the high and low part of a matrix of up to 128 outputs, or 0.
     STAGES: places in the ring; FLIGHT: units of weights that are on their way at a time. PARTS: most parts of a tile of
     the first three products. MOST: units of a program of each, at most, a power of two.
-    parts_out, parts_down: words, int64, which only bridges write; last_parts float32: in place of parts_down, after the last
-    block.
-    sync int64: of each program how many kernels it has been in; a counter of each tile of the second product (gate and up
-    together); and a flag of each tile of the first three.
+    sync int64: of each program how many kernels it has been in; of each tile of the first three products (gate and up
+    together) a counter; and of each a flag.
     With RANKS > 1, *_inboxes and *_stop are those of two `parallel.Place`s, for the sums of the first and the third product.
     """
     K: gl.constexpr = 128 * GROUPS  # of a unit
@@ -312,13 +290,14 @@ def bridge_kernel(
     parts, gains = (parts_out, parts_inner, parts_down), (gain1, gain2)
     vectors = (parts, residual, gains, (normed_codes, normed_scales), (inner_codes, inner_scales), squares)
     counters, own = sync + programs, sync + program
-    flags = counters + I // 128
-    meetings = (counters, (flags, flags + H // 128, flags + (H + I) // 128))
+    flags = counters + (2 * H + I) // 128
+    at1, at2 = H // 128, (H + I) // 128
+    meetings = ((counters, counters + at1, counters + at2), (flags, flags + at1, flags + at2))
     places = ((out_inboxes, out_stop), (down_inboxes, down_stop))
     gl.warp_specialize(
         [
-            (work, (plan, ring, kept, scales, (out, out_small), factors, vectors, meetings, own, places, last_parts, rank,
-                    num_rows, eps, H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)),
+            (work, (plan, ring, kept, scales, (out, out_small), factors, vectors, meetings, own, places, rank, num_rows, eps,
+                    H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)),
             (feed_weights, (plan, ring, STAGES, FLIGHT, NBYTES, SIZES)),
             (feed_rows, (plan, rows, meetings[1], own, ring, H, I, STAGES, NBYTES, SIZES)),
         ],

@@ -1,13 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
 # ruff: noqa: RUF005  (Triton knows no starred tuples)
-"""What a bridge does between two products (see `bridge_kernels`): parts of a tile of 128 columns are added up in order, then
-normed or gated, and made pairs.
-
-Two ways lead from those who make parts to who adds them up. Parts of gate and up are numbers, and counted: the last program
-to write one goes on. Those of sums over the ranks are words (`gluon_pieces.stamped`), for which the tile's first program
-waits: its own part is the last thing it has to do for the product, so it would seldom do anything else. Words save a fence,
-a counter and the way back to it, 1 us of the 4 between two products.
-"""
+"""What a bridge does between two products (see `bridge_kernels`): parts of a tile of 128 columns are added up in order, by
+the program that was the last to write one, then normed or gated, and made pairs."""
 
 from __future__ import annotations
 
@@ -21,7 +15,7 @@ from pocketllm.kernels.triton.gluon_pieces import (
     raise_flag,
     stamped,
     store_pairs,
-    sum_of_words,
+    wait_for_words,
 )
 
 
@@ -69,11 +63,11 @@ def programs_of(tile, UNITS_K: gl.constexpr, units):
 
 @gluon.jit
 def _send_sums(
-    group, parts, count, inboxes, rank, num_rows, stamp,
+    group, parts, count, inboxes, rank, num_rows, epoch,
     H: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
-    """Of a group of 128 columns: the sum of parts [count, M, H] goes into all ranks' inboxes, as words [RANKS, M, H].
-    -> this rank's inbox.
+    """Of a group of 128 columns: the sum of parts [count, M, H] goes into the other ranks' inboxes, as words
+    [RANKS, M, H] with epoch for a stamp. -> this rank's inbox.
 
     A word is written again only after it has been read. The two sums of a bridge have an inbox each; and a rank that sends
     the first sum of the next bridge has had all of this one's second sum from the others, who had read the first by then.
@@ -82,25 +76,27 @@ def _send_sums(
     layout: gl.constexpr = _columns_of(WARPS, RANKS)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = group * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    own, all_ranks = gl.load(inboxes + rank).to(gl.pointer_type(gl.int64)), ()
-    for each in gl.static_range(RANKS):
-        all_ranks = all_ranks + (gl.load(inboxes + each).to(gl.pointer_type(gl.int64)),)
+    own = gl.load(inboxes + rank).to(gl.pointer_type(gl.int64))
+    theirs = ()
+    for peer in gl.static_range(RANKS):
+        theirs = theirs + (gl.load(inboxes + peer).to(gl.pointer_type(gl.int64)),)
     for start in range(0, num_rows, ROWS):
-        real = (start + r < num_rows)[:, None]
+        real = start + r < num_rows
         at = ((start + r) * H)[:, None] + column[None, :]
-        total = sum_of_words(parts + at, count, num_rows * H, stamp, real, None, PARTS, [ROWS, 128], layout)
-        for each in gl.static_range(RANKS):
-            gl.store(all_ranks[each] + rank * num_rows * H + at, stamped(total, stamp), mask=real)
+        total = _sum_of_parts(parts, count, num_rows * H, at, real, PARTS, [ROWS, 128], layout)
+        words = stamped(total, epoch.to(gl.int32))
+        for peer in gl.static_range(RANKS):
+            gl.store(theirs[peer] + rank * num_rows * H + at, words, mask=real[:, None] & (peer != rank))
     return own
 
 
 @gluon.jit
 def add_and_norm(
-    group, parts, count, place, rank, residual, gain, codes, scales, squares, num_rows, stamp,
+    group, parts, count, place, rank, residual, gain, codes, scales, squares, num_rows, epoch,
     H: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
-    """Of a group of 128 columns: residual [M, H] += the sum of parts [count, M, H], words of this stamp; pairs of it times
-    gain [H]; squares [M, H / 128]: their sums.
+    """Of a group of 128 columns: residual [M, H] += the sum of parts [count, M, H]; pairs of it times gain [H]; squares
+    [M, H / 128]: their sums.
 
     With RANKS > 1 the sums of all of them are added, rank by rank: place = (inboxes, stop) of a `parallel.Place`.
     """
@@ -109,16 +105,21 @@ def add_and_norm(
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = group * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
     weight = gl.load(gain + column)
-    MOST: gl.constexpr = PARTS if RANKS == 1 else RANKS
+    inbox = None
     if RANKS > 1:
-        parts = _send_sums(group, parts, count, place[0], rank, num_rows, stamp, H, PARTS, PAIRS, WARPS, RANKS)
-        count = RANKS
+        inbox = _send_sums(group, parts, count, place[0], rank, num_rows, epoch, H, PARTS, PAIRS, WARPS, RANKS)
     for start in range(0, num_rows, ROWS):
         row = start + r
         real = row < num_rows
         at = (row * H)[:, None] + column[None, :]
         y = gl.load(residual + at, mask=real[:, None], other=0.0).to(gl.float32)
-        total = sum_of_words(parts + at, count, num_rows * H, stamp, real[:, None], place[1], MOST, [ROWS, 128], layout)
+        total = _sum_of_parts(parts, count, num_rows * H, at, real, PARTS, [ROWS, 128], layout)
+        if RANKS > 1:
+            own, total = total, gl.zeros([ROWS, 128], gl.float32, layout)
+            for each in gl.static_range(RANKS):
+                words, theirs = inbox + each * num_rows * H + at, real[:, None] & (each != rank)
+                sent = wait_for_words(words, epoch.to(gl.int32), theirs, place[1])
+                total += gl.where(each == rank, own, sent)
         y = (y + total).to(residual.dtype.element_ty)
         gl.store(residual + at, y, mask=real[:, None])
         y = y.to(gl.float32)
@@ -160,9 +161,9 @@ def finish_tile(
     H: gl.constexpr, I: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, RANKS: gl.constexpr,
     PARTS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
-    """This program has written its part of a tile: if it is to add the tile up, what comes before the next product."""
+    """This program has written its part of a tile: if the others have, too, what comes before the next product."""
     K: gl.constexpr = SIZES[0][PRODUCT]
-    counters, flags = meetings[0], meetings[1][PRODUCT]
+    counters, flags = meetings[0][PRODUCT], meetings[1][PRODUCT]
     parts, residual, gain, normed, inner, squares = vectors
     if PRODUCT == 1:
         units: gl.constexpr = 2 * I // 128 * K
@@ -174,9 +175,8 @@ def finish_tile(
                           WARPS)  # fmt: skip
             raise_flag(flags + group, epoch)
     else:
-        first, count = programs_of(tile, K, H // 128 * K)
-        if first == gl.program_id(0):
+        _, count = programs_of(tile, K, H // 128 * K)
+        if is_last(counters + tile, count):
             add_and_norm(tile, parts[PRODUCT], count, places[PRODUCT // 2], rank, residual, gain[PRODUCT // 2], normed[0],
-                         normed[1], squares, num_rows, epoch.to(gl.int32), H, PARTS[PRODUCT], PAIRS, WARPS,
-                         RANKS)  # fmt: skip
+                         normed[1], squares, num_rows, epoch, H, PARTS[PRODUCT], PAIRS, WARPS, RANKS)  # fmt: skip
             raise_flag(flags + tile, epoch)

@@ -89,30 +89,17 @@ def stamped(x, stamp):
 
 
 @gluon.jit
-def _look_for_words(at, count, stride, stamp, real, MOST: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """-> the sum of words' numbers, and whether some do not have the stamp yet, 0 or 1. All are asked for at once."""
-    total, missing = gl.zeros(shape, gl.float32, layout), gl.zeros(shape, gl.int32, layout)
-    for i in gl.static_range(MOST):
-        there = real & (i < count)
-        words = gl.load(at + i * stride, mask=there, other=0, volatile=True)
-        missing |= gl.where(there & ((words >> 32).to(gl.int32) != stamp), 1, 0)
-        total += (words & 0xFFFFFFFF).to(gl.int32).to(gl.float32, bitcast=True)
-    return total, gl.max(gl.max(missing, axis=1), axis=0)
+def wait_for_words(at, stamp, real, stop):
+    """Numbers [R, N] float32 of words at `at`, as soon as all have this stamp; 0 where `real` is false.
 
-
-@gluon.jit
-def sum_of_words(
-    at, count, stride, stamp, real, stop, MOST: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """[R, N] float32: the sum of `count` words' numbers, MOST at most, `stride` apart from `at` on, in order, as soon as all
-    have this stamp. 0 where `real` is false. stop: `Place.stop`, or None."""
-    total, missing = _look_for_words(at, count, stride, stamp, real, MOST, shape, layout)
-    stopped = 0
-    while missing > stopped:
-        total, missing = _look_for_words(at, count, stride, stamp, real, MOST, shape, layout)
-        if stop is not None:
-            stopped = gl.load(stop, volatile=True)
-    return total
+    stop: `Place.stop`.
+    """
+    words = gl.load(at, mask=real, other=0, volatile=True)
+    missing = gl.max(gl.max(gl.where(real & ((words >> 32).to(gl.int32) != stamp), 1, 0), axis=1), axis=0)
+    while (missing > 0) & (gl.load(stop, volatile=True) == 0):
+        words = gl.load(at, mask=real, other=0, volatile=True)
+        missing = gl.max(gl.max(gl.where(real & ((words >> 32).to(gl.int32) != stamp), 1, 0), axis=1), axis=0)
+    return (words & 0xFFFFFFFF).to(gl.int32).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
