@@ -28,13 +28,23 @@ def unit_k(unit, UNITS_K: gl.constexpr, TURN: gl.constexpr):
 
 
 @gluon.jit
+def weight_tile(PRODUCT: gl.constexpr, tile, SIZES: gl.constexpr):
+    """Which of the weight's tiles of 128 outputs is the product's tile-th. Gate's and up's take turns: a pair is made by
+    neighbours, so each program multiplies about one pair in the end. (With all of gate first, it was chance who did it, and
+    the rest waited for programs that had three.)"""
+    if PRODUCT != 1:
+        return tile
+    return tile % 2 * (SIZES[0][2] * SIZES[2]) + tile // 2
+
+
+@gluon.jit
 def _fetch_unit(PRODUCT: gl.constexpr, plan, unit, smem, bar, SIZES: gl.constexpr):
     """A tile's 128 rows and the columns of a unit, as tiles of 128 columns."""
     UNITS_K: gl.constexpr = SIZES[0][PRODUCT]
     k, tile = unit_k(unit, UNITS_K, SIZES[1][PRODUCT]) * SIZES[2], unit // UNITS_K
     weights, _, _, in_tiles, _ = plan
     if PRODUCT < 3:
-        tma.async_copy_global_to_shared(weights[PRODUCT], [k, tile * 128, 0], bar, smem)
+        tma.async_copy_global_to_shared(weights[PRODUCT], [k, weight_tile(PRODUCT, tile, SIZES) * 128, 0], bar, smem)
     elif tile < in_tiles:
         tma.async_copy_global_to_shared(weights[3], [k, tile * 128, 0], bar, smem)
     else:

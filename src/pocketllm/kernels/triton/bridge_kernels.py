@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from pocketllm.kernels.triton.bridge_feed import feed_rows, feed_weights, unit_k
+from pocketllm.kernels.triton.bridge_feed import feed_rows, feed_weights, unit_k, weight_tile
 from pocketllm.kernels.triton.bridge_sums import finish_tile, programs_of, row_factors
 from pocketllm.kernels.triton.gluon_pieces import launch_dependents, load_acquire, wait_for_flags, wait_for_kernels
 
@@ -111,7 +111,7 @@ def keep_scales(PRODUCT: gl.constexpr, scales, plan, smem, WARPS: gl.constexpr, 
     unit = firsts[PRODUCT] + i
     k, tile = unit_k(unit, UNITS_K, SIZES[1][PRODUCT]), unit // UNITS_K
     if PRODUCT < 3:
-        at = (tile * UNITS_K + k) * GROUPS
+        at = (weight_tile(PRODUCT, tile, SIZES) * UNITS_K + k) * GROUPS
         values = gl.load(scales[0] + at[:, None] + group[None, :], mask=real[:, None], other=0.0)
     else:
         wide = tile < in_tiles
@@ -121,6 +121,17 @@ def keep_scales(PRODUCT: gl.constexpr, scales, plan, smem, WARPS: gl.constexpr, 
             scales[1] + at[:, None] + group[None, :], mask=(real & (tile >= in_tiles))[:, None], other=0.0
         )
     smem.store(values)
+
+
+@gluon.jit
+def _keep_factors(
+    factors, squares, flags, num_rows, eps, epoch, H: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Of all rows, in shared memory [ROWS], as soon as the squares of all columns are there."""
+    wait_for_flags(flags, H // 128, 0, H // 128, epoch, WARPS)
+    over: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, over))
+    factors.store(row_factors(squares, row, row < num_rows, eps, H, over))
 
 
 @gluon.jit
@@ -148,7 +159,7 @@ def multiply(
     slot, parity = base % STAGES, base // STAGES & 1
     nothing = gl.zeros([128, PAIRS], gl.float32, layout)
     sums = nothing
-    normed = gl.to_tensor(0)  # whether the squares of all columns are there
+    normed = gl.to_tensor(0)  # whether the rows' factors are there
     for i in range(count):
         unit = first + i
         tile = unit // K
@@ -178,10 +189,7 @@ def multiply(
         stop = (unit + 1) % K == 0
         if stop | (i + 1 == count):
             if PRODUCT == 3:
-                wait_for_flags(flags[2], H // 128, 0, H // 128, epoch, WARPS)
-                over: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
-                row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, over))
-                factors.store(row_factors(squares, row, row < num_rows, eps, H, over))
+                _keep_factors(factors, squares, flags[2], num_rows, eps, epoch, H, ROWS, WARPS)
                 if tile < in_tiles:
                     _store_tile(sums, factors, out[0], tile, in_tiles * 128, num_rows, ROWS)
                 else:
@@ -189,17 +197,17 @@ def multiply(
             else:
                 begun, programs = programs_of(tile, K, N // 128 * K)
                 at = out + (gl.program_id(0) - begun) * num_rows * N
-                _store_tile(sums, None, at, tile, N, num_rows, ROWS)
+                _store_tile(sums, None, at, weight_tile(PRODUCT, tile, SIZES), N, num_rows, ROWS)
                 if PRODUCT == 2:  # of the last bridge, whoever reads the parts adds up all there may be
                     if stop & (tiles == 0):
                         for other in range(programs, PARTS[2]):
                             _clear_tile(out + other * num_rows * N, tile, N, num_rows, ROWS, WARPS)
                 if PRODUCT == 1:
                     if normed == 0:
-                        wait_for_flags(flags[0], H // 128, 0, H // 128, epoch, WARPS)
+                        _keep_factors(factors, squares, flags[0], num_rows, eps, epoch, H, ROWS, WARPS)
                     normed = 1
                 if (PRODUCT < 2) | (tiles > 0):
-                    finish_tile(PRODUCT, tile, vectors, meetings, places, rank, num_rows, eps, epoch, H, I, PAIRS, WARPS,
+                    finish_tile(PRODUCT, tile, vectors, factors, meetings, places, rank, num_rows, epoch, H, I, PAIRS, WARPS,
                                 RANKS, PARTS, SIZES)  # fmt: skip
             sums = nothing
 

@@ -130,24 +130,22 @@ def add_and_norm(
 
 @gluon.jit
 def gate_times_up(
-    group, parts, gate_count, up_count, codes, scales, squares, num_rows, eps,
-    H: gl.constexpr, I: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr,
+    group, parts, gate_count, up_count, factors, codes, scales, num_rows,
+    I: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Of a group of 128 columns: parts [.., M, 2 I], times the norm's factor -> pairs of silu(gate) * up, [M, I]."""
+    """Of a group of 128 columns: parts [.., M, 2 I], times the rows' factors (in shared memory) -> pairs of
+    silu(gate) * up, [M, I]."""
     ROWS: gl.constexpr = _rows_at_a_time(PAIRS)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = group * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    over: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
-    o = gl.arange(0, ROWS, layout=gl.SliceLayout(1, over))
+    kept = factors._reinterpret(gl.float32, [factors.shape[0] // ROWS, ROWS], factors.layout)
     stride = num_rows * (2 * I)
     for start in range(0, num_rows, ROWS):
         row = start + r
         real = row < num_rows
         at = (row * (2 * I))[:, None] + column[None, :]
-        factor = gl.convert_layout(
-            row_factors(squares, start + o, start + o < num_rows, eps, H, over), gl.SliceLayout(1, layout)
-        )
+        factor = kept.index(start // ROWS).load(gl.SliceLayout(1, layout))
         gate = _sum_of_parts(parts, gate_count, stride, at, real, PARTS, [ROWS, 128], layout)
         up = _sum_of_parts(parts + I, up_count, stride, at, real, PARTS, [ROWS, 128], layout)
         gate, up = gate * factor[:, None], up * factor[:, None]
@@ -157,7 +155,7 @@ def gate_times_up(
 
 @gluon.jit
 def finish_tile(
-    PRODUCT: gl.constexpr, tile, vectors, meetings, places, rank, num_rows, eps, epoch,
+    PRODUCT: gl.constexpr, tile, vectors, factors, meetings, places, rank, num_rows, epoch,
     H: gl.constexpr, I: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, RANKS: gl.constexpr,
     PARTS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
@@ -167,12 +165,11 @@ def finish_tile(
     parts, residual, gain, normed, inner, squares = vectors
     if PRODUCT == 1:
         units: gl.constexpr = 2 * I // 128 * K
-        group = tile % (I // 128)
-        _, gates = programs_of(group, K, units)
-        _, ups = programs_of(group + I // 128, K, units)
+        group = tile // 2
+        _, gates = programs_of(2 * group, K, units)
+        _, ups = programs_of(2 * group + 1, K, units)
         if is_last(counters + group, gates + ups):
-            gate_times_up(group, parts[1], gates, ups, inner[0], inner[1], squares, num_rows, eps, H, I, PARTS[1], PAIRS,
-                          WARPS)  # fmt: skip
+            gate_times_up(group, parts[1], gates, ups, factors, inner[0], inner[1], num_rows, I, PARTS[1], PAIRS, WARPS)
             raise_flag(flags + group, epoch)
     else:
         _, count = programs_of(tile, K, H // 128 * K)
