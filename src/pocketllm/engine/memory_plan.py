@@ -291,7 +291,7 @@ class Planner:
         widths = [3 * attention, 3 * inner // size]
         if config.gated_delta is not None:
             widths.append(4 * (config.gated_delta.conv_dim + config.gated_delta.value_dim) // size)
-        return (4 * config.hidden_size + max(widths)) * 4
+        return (4 * config.hidden_size + max(widths)) * (self.dtype.itemsize if self.kernels.keeps_dtype else 4)
 
     def _bridge(self, tokens: int) -> int:
         """Bound of what one bridge of so many tokens takes on a GPU (see `kernels.triton.bridge`): parts of its products'

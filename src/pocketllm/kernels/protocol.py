@@ -30,6 +30,7 @@ Cross = Callable[[Activations, Tensor], list[Tensor]]  # what `Kernels.bridge` g
 
 class Kernels(Protocol):
     name: str
+    keeps_dtype: bool  # whether intermediates of long passes are of the activations' type, not float32
     meets_ranks: bool  # whether `add_up` and `add_rms_norm` can read a `Place` of other ranks
     captures: bool  # whether `capture` can give a replay: batches are then padded, and passes keep their intermediates
 

@@ -26,6 +26,7 @@ from pocketllm.parallel import Place, Summands
 
 name = "numba"
 captures = True
+keeps_dtype = False
 meets_ranks = False
 _TARGET = Target.host()
 
@@ -82,6 +83,7 @@ __all__ = [
     "gated_delta_prefill",
     "gated_delta_verify",
     "gated_linear",
+    "keeps_dtype",
     "linear",
     "linear_summands",
     "meets_ranks",

@@ -25,6 +25,7 @@ from pocketllm.kernels.reference.rowwise import add_rms_norm, add_up, norm_rope,
 
 name = "reference"
 captures = False
+keeps_dtype = False
 meets_ranks = False
 
 
@@ -57,6 +58,7 @@ __all__ = [
     "gated_delta_prefill",
     "gated_delta_verify",
     "gated_linear",
+    "keeps_dtype",
     "linear",
     "linear_summands",
     "meets_ranks",

@@ -17,6 +17,7 @@ from pocketllm.kernels.triton.rowwise import norm_rope, rms_norm, sigmoid_mul, s
 from pocketllm.kernels.triton.summands import add_rms_norm, add_up, linear_summands
 
 name = "triton"
+keeps_dtype = True
 meets_ranks = True
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "gated_delta_prefill",
     "gated_delta_verify",
     "gated_linear",
+    "keeps_dtype",
     "linear",
     "linear_summands",
     "meets_ranks",

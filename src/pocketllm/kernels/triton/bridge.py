@@ -29,7 +29,7 @@ def bridge(weights: Bridge, num_rows: int, dtype: object, places: Sequence[Place
     table = linear_table(weights.out.tensors[0].device)
     if not (table.bridge and 0 < num_rows <= SMALL_BATCH and dtype == torch.bfloat16 and _fits(weights)):
         return None
-    if places and (parts_of(weights)[2] > MOST_PARTS or _shared_sync(weights, places[0]) is None):
+    if places and (max(parts_of(weights)[::2]) > MOST_PARTS or _shared_sync(weights, places[0]) is None):
         return None
     return partial(_cross, weights, places)
 

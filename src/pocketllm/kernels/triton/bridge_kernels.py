@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from pocketllm.kernels.triton.bridge_feed import feed_rows, feed_weights, unit_k, weight_tile
+from pocketllm.kernels.triton.bridge_ranks import open_place, send, sends_parts
 from pocketllm.kernels.triton.bridge_sums import finish_tile, programs_of, row_factors
 from pocketllm.kernels.triton.gluon_pieces import launch_dependents, load_acquire, wait_for_flags, wait_for_kernels
 
@@ -82,6 +83,17 @@ def _store_tile(sums, factors, out, tile, N, num_rows, ROWS: gl.constexpr):
         both = both * factors.load(gl.SliceLayout(0, layout))[None, :]
     at = out + (m * N)[None, :] + (tile * 128 + n)[:, None]
     gl.store(at, both.to(out.dtype.element_ty), mask=(m < num_rows)[None, :])
+
+
+@gluon.jit
+def _send_tile(sums, place, part, tile, N, num_rows, epoch, ROWS: gl.constexpr, RANKS: gl.constexpr):
+    """The same without factors, to a tile's columns of a part of inboxes [.., M, N]."""
+    both = gl.sum(sums.reshape([128, 2, ROWS]), axis=1)
+    layout: gl.constexpr = both.type.layout
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+    n = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    at = ((part * num_rows + m) * N)[None, :] + (tile * 128 + n)[:, None]
+    send(both, place, at, (m < num_rows)[None, :], epoch.to(gl.int32), RANKS)
 
 
 @gluon.jit
@@ -150,6 +162,7 @@ def multiply(
     PAIRS: gl.constexpr = 2 * ROWS
     K: gl.constexpr = SIZES[0][PRODUCT]
     GROUPS: gl.constexpr = SIZES[2]
+    SENDS: gl.constexpr = PRODUCT != 1 and sends_parts(PAIRS, RANKS)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PAIRS, 32])
     _, firsts, ends, in_tiles, tiles = plan
     _, _, x_scales, weights_here, rows_here, all_read = ring
@@ -196,8 +209,17 @@ def multiply(
                     _store_tile(sums, factors, out[1] + (tile - in_tiles) * 128 * num_rows, 0, 128, num_rows, ROWS)
             else:
                 begun, programs = programs_of(tile, K, N // 128 * K)
-                at = out + (gl.program_id(0) - begun) * num_rows * N
-                _store_tile(sums, None, at, weight_tile(PRODUCT, tile, SIZES), N, num_rows, ROWS)
+                part = gl.program_id(0) - begun
+                at = out + part * num_rows * N
+                if SENDS and PRODUCT == 0:
+                    _send_tile(sums, places[0], rank * PARTS[0] + part, tile, N, num_rows, epoch, ROWS, RANKS)
+                elif SENDS:
+                    if tiles > 0:
+                        _send_tile(sums, places[1], rank * PARTS[2] + part, tile, N, num_rows, epoch, ROWS, RANKS)
+                    else:
+                        _store_tile(sums, None, at, tile, N, num_rows, ROWS)
+                else:
+                    _store_tile(sums, None, at, weight_tile(PRODUCT, tile, SIZES), N, num_rows, ROWS)
                 if PRODUCT == 2:  # of the last bridge, whoever reads the parts adds up all there may be
                     if stop & (tiles == 0):
                         for other in range(programs, PARTS[2]):
@@ -225,6 +247,11 @@ def work(
     """
     for product in gl.static_range(4):
         keep_scales(product, scales[product], plan, kept[product], WARPS, SIZES)
+    if RANKS > 1:
+        places = (
+            open_place(places[0][0], places[0][1], rank, RANKS),
+            open_place(places[1][0], places[1][1], rank, RANKS),
+        )
     wait_for_kernels()
     epoch = load_acquire(own) + 1
     multiply(0, kept[0], vectors[0][0], plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, H,

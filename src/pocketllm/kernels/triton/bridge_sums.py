@@ -1,22 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
-# ruff: noqa: RUF005  (Triton knows no starred tuples)
-"""What a bridge does between two products (see `bridge_kernels`): parts of a tile of 128 columns are added up in order, by
-the program that was the last to write one, then normed or gated, and made pairs."""
+
+"""What a bridge does between two products (see `bridge_kernels`): parts of a tile of 128 columns are added up in order, then
+normed or gated, and made pairs. By the program that was the last to write one; of parts that go to other ranks as well, by
+the tile's first program, as its own part is the last thing it has to do for the product."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from pocketllm.kernels.triton.gluon_pieces import (
-    is_last,
-    power_of_two,
-    publish,
-    raise_flag,
-    stamped,
-    store_pairs,
-    wait_for_words,
-)
+from pocketllm.kernels.triton.bridge_ranks import send, sends_parts, wait_for_sum
+from pocketllm.kernels.triton.gluon_pieces import is_last, power_of_two, publish, raise_flag, store_pairs
 
 
 @gluon.constexpr_function
@@ -63,63 +57,49 @@ def programs_of(tile, UNITS_K: gl.constexpr, units):
 
 @gluon.jit
 def _send_sums(
-    group, parts, count, inboxes, rank, num_rows, epoch,
+    group, parts, count, place, rank, num_rows, stamp,
     H: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
-    """Of a group of 128 columns: the sum of parts [count, M, H] goes into the other ranks' inboxes, as words
-    [RANKS, M, H] with epoch for a stamp. -> this rank's inbox.
-
-    A word is written again only after it has been read. The two sums of a bridge have an inbox each; and a rank that sends
-    the first sum of the next bridge has had all of this one's second sum from the others, who had read the first by then.
-    """
+    """Of a group of 128 columns: the sum of parts [count, M, H] goes into the inboxes [RANKS, M, H]."""
     ROWS: gl.constexpr = _rows_at_a_time(PAIRS)
     layout: gl.constexpr = _columns_of(WARPS, RANKS)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = group * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    own = gl.load(inboxes + rank).to(gl.pointer_type(gl.int64))
-    theirs = ()
-    for peer in gl.static_range(RANKS):
-        theirs = theirs + (gl.load(inboxes + peer).to(gl.pointer_type(gl.int64)),)
     for start in range(0, num_rows, ROWS):
         real = start + r < num_rows
         at = ((start + r) * H)[:, None] + column[None, :]
         total = _sum_of_parts(parts, count, num_rows * H, at, real, PARTS, [ROWS, 128], layout)
-        words = stamped(total, epoch.to(gl.int32))
-        for peer in gl.static_range(RANKS):
-            gl.store(theirs[peer] + rank * num_rows * H + at, words, mask=real[:, None] & (peer != rank))
-    return own
+        send(total, place, rank * num_rows * H + at, real[:, None], stamp, RANKS)
 
 
 @gluon.jit
 def add_and_norm(
-    group, parts, count, place, rank, residual, gain, codes, scales, squares, num_rows, epoch,
+    group, parts, count, place, rank, residual, gain, codes, scales, squares, num_rows, stamp,
     H: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, RANKS: gl.constexpr,
 ):  # fmt: skip
     """Of a group of 128 columns: residual [M, H] += the sum of parts [count, M, H]; pairs of it times gain [H]; squares
     [M, H / 128]: their sums.
 
-    With RANKS > 1 the sums of all of them are added, rank by rank: place = (inboxes, stop) of a `parallel.Place`.
+    With RANKS > 1 the parts of all of them are added up, rank by rank. place: see `open_place`.
     """
     ROWS: gl.constexpr = _rows_at_a_time(PAIRS)
     layout: gl.constexpr = _columns_of(WARPS, RANKS)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = group * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
     weight = gl.load(gain + column)
-    inbox = None
-    if RANKS > 1:
-        inbox = _send_sums(group, parts, count, place[0], rank, num_rows, epoch, H, PARTS, PAIRS, WARPS, RANKS)
+    MOST: gl.constexpr = PARTS if sends_parts(PAIRS, RANKS) else 1  # words of a rank
+    if RANKS > 1 and MOST == 1:
+        _send_sums(group, parts, count, place, rank, num_rows, stamp, H, PARTS, PAIRS, WARPS, RANKS)
+        count = 1
     for start in range(0, num_rows, ROWS):
         row = start + r
         real = row < num_rows
         at = (row * H)[:, None] + column[None, :]
         y = gl.load(residual + at, mask=real[:, None], other=0.0).to(gl.float32)
-        total = _sum_of_parts(parts, count, num_rows * H, at, real, PARTS, [ROWS, 128], layout)
         if RANKS > 1:
-            own, total = total, gl.zeros([ROWS, 128], gl.float32, layout)
-            for each in gl.static_range(RANKS):
-                words, theirs = inbox + each * num_rows * H + at, real[:, None] & (each != rank)
-                sent = wait_for_words(words, epoch.to(gl.int32), theirs, place[1])
-                total += gl.where(each == rank, own, sent)
+            total = wait_for_sum(place, at, count, num_rows * H, stamp, real[:, None], RANKS, MOST)
+        else:
+            total = _sum_of_parts(parts, count, num_rows * H, at, real, PARTS, [ROWS, 128], layout)
         y = (y + total).to(residual.dtype.element_ty)
         gl.store(residual + at, y, mask=real[:, None])
         y = y.to(gl.float32)
@@ -159,7 +139,7 @@ def finish_tile(
     H: gl.constexpr, I: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr, RANKS: gl.constexpr,
     PARTS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
-    """This program has written its part of a tile: if the others have, too, what comes before the next product."""
+    """This program has written its part of a tile: if it is to add the tile up, what comes before the next product."""
     K: gl.constexpr = SIZES[0][PRODUCT]
     counters, flags = meetings[0][PRODUCT], meetings[1][PRODUCT]
     parts, residual, gain, normed, inner, squares = vectors
@@ -172,8 +152,9 @@ def finish_tile(
             gate_times_up(group, parts[1], gates, ups, factors, inner[0], inner[1], num_rows, I, PARTS[1], PAIRS, WARPS)
             raise_flag(flags + group, epoch)
     else:
-        _, count = programs_of(tile, K, H // 128 * K)
-        if is_last(counters + tile, count):
+        first, count = programs_of(tile, K, H // 128 * K)
+        if first == gl.program_id(0) if sends_parts(PAIRS, RANKS) else is_last(counters + tile, count):
             add_and_norm(tile, parts[PRODUCT], count, places[PRODUCT // 2], rank, residual, gain[PRODUCT // 2], normed[0],
-                         normed[1], squares, num_rows, epoch, H, PARTS[PRODUCT], PAIRS, WARPS, RANKS)  # fmt: skip
+                         normed[1], squares, num_rows, epoch.to(gl.int32), H, PARTS[PRODUCT], PAIRS, WARPS,
+                         RANKS)  # fmt: skip
             raise_flag(flags + tile, epoch)

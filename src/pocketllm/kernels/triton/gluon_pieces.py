@@ -83,26 +83,6 @@ def wait_for_flags(flags, FLAGS: gl.constexpr, first, last, value, WARPS: gl.con
 
 
 @gluon.jit
-def stamped(x, stamp):
-    """x float32 -> words int64 of a number and a stamp, int32. They arrive together, whatever else arrives when."""
-    return (stamp.to(gl.int64) << 32) | (x.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
-
-
-@gluon.jit
-def wait_for_words(at, stamp, real, stop):
-    """Numbers [R, N] float32 of words at `at`, as soon as all have this stamp; 0 where `real` is false.
-
-    stop: `Place.stop`.
-    """
-    words = gl.load(at, mask=real, other=0, volatile=True)
-    missing = gl.max(gl.max(gl.where(real & ((words >> 32).to(gl.int32) != stamp), 1, 0), axis=1), axis=0)
-    while (missing > 0) & (gl.load(stop, volatile=True) == 0):
-        words = gl.load(at, mask=real, other=0, volatile=True)
-        missing = gl.max(gl.max(gl.where(real & ((words >> 32).to(gl.int32) != stamp), 1, 0), axis=1), axis=0)
-    return (words & 0xFFFFFFFF).to(gl.int32).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def store_pairs(codes, scales, v, row, real, group, K: gl.constexpr, PAIRS: gl.constexpr, layout: gl.constexpr):
     """v [R, 128] float32, columns of a group of rows `row` -> their places in a `types.Paired` (PAIRS = 2 R of it).
 
