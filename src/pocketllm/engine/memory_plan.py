@@ -284,11 +284,13 @@ class Planner:
         heads = config.num_heads // size * (2 if config.attn_output_gate else 1)
         kv_heads = self.tp.replicate_or_shard(config.num_kv_heads, "num_key_value_heads").size
         attention = (heads + 2 * kv_heads) * config.head_dim
-        inner = config.intermediate_size
-        if config.moe is not None:
-            shared = config.moe.shared_intermediate_size
-            inner = max(inner, config.moe.expert_intermediate_size * config.moe.top_k + shared)
-        widths = [3 * attention, 3 * inner // size]
+        inner, widths = config.intermediate_size, [3 * attention]
+        if (moe := config.moe) is not None:
+            inner = max(inner, moe.expert_intermediate_size * moe.top_k + moe.shared_intermediate_size)
+            if self.kernels.keeps_dtype:  # and computes all pairs of a token and an expert at once
+                of_pairs = moe.top_k * (moe.expert_intermediate_size // size + config.hidden_size)
+                widths.append(of_pairs + 3 * moe.shared_intermediate_size // size + 6 * moe.num_experts)
+        widths.append(3 * inner // size)
         if config.gated_delta is not None:
             widths.append(4 * (config.gated_delta.conv_dim + config.gated_delta.value_dim) // size)
         return (4 * config.hidden_size + max(widths)) * (self.dtype.itemsize if self.kernels.keeps_dtype else 4)

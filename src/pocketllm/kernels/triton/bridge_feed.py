@@ -7,8 +7,8 @@ with the rows that go with them. Weights depend on nothing, so the first never s
 kernel's start nor between two products. Each group of columns of the rows is asked for as soon as some program has made it.
 
 No more than FLIGHT units are on their way at a time. With a whole ring of them, whatever else goes to memory and back stands
-behind 4 us of weights: parts, counters and flags, five times between two products. (A step of 27B at one slot on an H200:
-8.01 ms with a ring of 4 all on its way, 7.88 with 2 of them, 7.74 with 2 of 6.)
+behind 4 us of weights: parts, counters and flags, five times between two products. (A step of 27B at one slot on an H200,
+`gpu_families.py --rings`: 7.39 ms with 2 of 6 on their way, 7.61 with 3, 8.05 with 1.)
 """
 
 from __future__ import annotations
