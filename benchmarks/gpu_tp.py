@@ -282,7 +282,7 @@ class Run:
             del engine
 
     def death(self) -> None:
-        engine = self.engine(self.args.ranks, model=self.args.small, max_batch_size=2, max_context=4096)
+        engine = self.engine(self.args.ranks, max_batch_size=2, max_context=4096)
         assert isinstance(engine._ranks, ProcessRanks)
         victim = next(worker.process for worker in engine._ranks._workers if isinstance(worker, ProcessWorker))
         engine.add_request(random_tokens(engine, 64, 1), SamplingParams(max_tokens=4000, ignore_eos=True))
@@ -337,6 +337,8 @@ def main(arguments: list[str] | None = None) -> None:
         except Exception as error:
             traceback.print_exc()
             run.note(part, failed=f"{type(error).__name__}: {error}"[:500])
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         run.note(part, seconds=round(time.monotonic() - begin, 1))
 
 

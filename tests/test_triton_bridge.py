@@ -21,12 +21,12 @@ from engines import engine, feed, prompt
 from pocketllm.kernels import reference
 from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.protocol import Cross
-from pocketllm.kernels.triton.bridge import GROUPS, SIZES, num_parts, parts_of
+from pocketllm.kernels.triton.bridge import GROUPS, SIZES, num_parts
 from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.triton.pairs import round_e4m3, to_pairs, weight_pairs
 from pocketllm.kernels.triton.quantize import times_sigmoid
 from pocketllm.kernels.types import Bridge, LinearWeight, Paired
-from pocketllm.parallel import Place, Summands, inbox_nbytes
+from pocketllm.parallel import Summands
 from pocketllm.weights.formats import FORMATS, encode
 
 GPU = torch.cuda.is_available()
@@ -290,89 +290,6 @@ def test_bridges_follow_each_other_in_a_graph() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-
-
-def words_of(sums: Tensor, stamp: int) -> Tensor:
-    return (sums.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF) | stamp << 32
-
-
-def place_of(rank: int, rows: int, hidden: int, parts: int) -> tuple[Place, list[Tensor]]:
-    """Of one rank of two that live in one process, and the inboxes of both, [2, parts, rows, hidden]."""
-    inboxes = [torch.zeros(inbox_nbytes(hidden, 2) // 8, dtype=torch.int64, device=DEVICE) for _ in range(2)]
-    unused = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    place = Place(
-        torch.zeros(0, dtype=torch.uint8, device=DEVICE), unused, unused,
-        torch.tensor([t.data_ptr() for t in inboxes], dtype=torch.int64, device=DEVICE),
-        torch.zeros(1, dtype=torch.int32, device=DEVICE), rank, 2,
-    )  # fmt: skip
-    return place, [t[: 2 * parts * rows * hidden].view(2, parts, rows, hidden) for t in inboxes]
-
-
-@on_hopper
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("rows", [1, 8, 9, 40])
-def test_ranks_add_each_others_sums(rows: int, rank: int) -> None:
-    """Of two ranks in one process: the other one's words are there in advance. Twice, as inboxes are used again.
-
-    A few rows come in parts, as many as programs share a tile; of the other rank, all but the first are 0 here.
-    """
-    weights = random_bridge(*SHAPES[2], small=True, last=False)
-    assert weights.next_norm is not None
-    hidden, width, other = SHAPES[2][0], SHAPES[2][1], 1 - rank
-    parts = [n if rows <= 8 else 1 for n in parts_of(weights)[::2]]
-    places, inboxes = zip(*(place_of(rank, rows, hidden, n) for n in parts), strict=True)
-    for stamp in (1, 2):
-        x, residual = (torch.randn(rows, n, device=DEVICE).bfloat16() for n in (width, hidden))
-        theirs = torch.randn(2, rows, hidden, device=DEVICE)
-        for inbox, sums in zip(inboxes, theirs, strict=True):
-            inbox[rank][other] = words_of(torch.zeros_like(sums), stamp)
-            inbox[rank][other, 0] = words_of(sums, stamp)
-        own = reference.linear(x.float(), weights.out)
-        exact = residual.float() + own + theirs[0]
-        h = reference.gated_linear(reference.rms_norm(exact, weights.norm, weights.eps), weights.gate_up)
-        exact = exact + reference.linear(h, weights.down) + theirs[1]
-        wanted = reference.linear(reference.rms_norm(exact, weights.next_norm, weights.eps), weights.next_in[0])
-        cross = kernels.bridge(weights, rows, torch.bfloat16, places)
-        assert cross is not None
-        got = cross(x, residual)[0].float()
-        assert ((got - wanted).norm() / wanted.norm()).item() < 6e-3
-        assert ((residual.float() - exact).norm() / exact.norm()).item() < 4e-3
-        for (
-            inbox
-        ) in inboxes:  # this rank's words have been sent, with the stamp, to both; nothing else has been written
-            sent = inbox[other][rank]
-            assert bool((sent[0] >> 32 == stamp).all())
-            assert bool(((sent >> 32 == stamp) | (sent == 0)).all())
-            assert torch.equal(sent, inbox[rank][rank])
-            assert not inbox[other][other].any()
-        sent = inboxes[0][other][rank].to(torch.int32).view(torch.float32).sum(0)
-        assert ((sent - own).norm() / own.norm()).item() < 2e-3
-
-
-@on_hopper
-@pytest.mark.parametrize("rows", [3, 20])
-def test_nobody_waits_for_words_after_the_end(rows: int) -> None:
-    """Where the other rank has died, `stop` lets a kernel end that finds no words."""
-    weights = random_bridge(*SHAPES[2], small=False, last=False)
-    places, _ = zip(*(place_of(0, rows, SHAPES[2][0], 1) for _ in range(2)), strict=True)
-    for place in places:
-        place.stop.fill_(1)
-    x, residual = (torch.randn(rows, n, device=DEVICE).bfloat16() for n in (SHAPES[2][1], SHAPES[2][0]))
-    cross = kernels.bridge(weights, rows, torch.bfloat16, places)
-    assert cross is not None
-    cross(x, residual)
-    torch.cuda.synchronize()
-
-
-@on_hopper
-def test_bridges_of_two_shapes_do_not_share_inboxes() -> None:
-    """Their kernels would count apart, so that old words of one could pass for the other's."""
-    first, second = (random_bridge(*shape, small=False, last=False) for shape in SHAPES[::2])
-    places = [place_of(0, 3, SHAPES[2][0], 1)[0] for _ in range(2)]
-    assert kernels.bridge(first, 3, torch.bfloat16, places) is not None
-    assert kernels.bridge(second, 3, torch.bfloat16, places) is None
-    assert kernels.bridge(first, 3, torch.bfloat16, places) is not None
-    assert kernels.bridge(second, 3, torch.bfloat16, [place_of(0, 3, SHAPES[2][0], 1)[0] for _ in range(2)]) is not None
 
 
 def test_no_bridge_where_none_can_be() -> None:

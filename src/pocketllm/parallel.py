@@ -69,18 +69,23 @@ class Place:
 
     They may stay in `memory` and be read by the others once flags have said that they are there. Or they are sent, into the
     others' inboxes, as words of 8 bytes that hold a number and a stamp: whoever finds the stamp has the number. That is one
-    way through the link, where reading takes three: flag, request, answer.
+    way through the link, where reading takes three: flag, request, answer. (Nobody sends the embedding's.)
     """
 
     memory: Tensor  # [bytes] uint8: this rank's
     addresses: Tensor  # [size] int64: each rank's, as this one's device sees it
     flags: Tensor  # [size] int64: addresses of each rank's flags, [MOST_MEETINGS, size] int32; a flag is 1 from when a
     #                kernel has said that its rank's memory is ready until the one it says it to has seen that
-    inboxes: Tensor  # [size] int64: addresses of each rank's words, [size (from), rows, hidden size] int64, 0 at first
-    stop: Tensor  # [1] int32: from when it is not 0, nobody waits for words
+    inboxes: (
+        Tensor  # [size] int64: addresses of each rank's words int64, 0 at first, [size (from), rows, hidden size], or
+    )
+    #                  of up to FEW_ROWS rows [size, parts, rows, hidden size]
+    stop: Tensor  # [1] int32, of all places: from when it is not 0, nobody waits for words
     rank: int
     size: int
-    counts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)  # by shape of a kernel: how many there were
+    meetings: dict[tuple[int, ...], Tensor] = field(
+        default_factory=dict
+    )  # what programs of bridges meet by, by shape: one
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor at the beginning of `memory`."""
@@ -164,6 +169,7 @@ class TensorParallel:
 SMALL_BATCH = 64  # rows up to which a row's sum, in a product or over the ranks, must not depend on their number
 MIXER, FEED_FORWARD, EMBEDDING = range(3)  # see `TensorParallel.place`
 NUM_PLACES = 3
+FEW_ROWS = 8  # rows up to which ranks may send each other parts of sums as they are
 MOST_PARTS = 6  # of summands in a place: it has room for so many of SMALL_BATCH rows in float32
 MOST_MEETINGS = 1024  # programs of one kernel that meet those of the other ranks
 
@@ -174,8 +180,8 @@ def place_nbytes(hidden_size: int) -> int:
 
 
 def inbox_nbytes(hidden_size: int, size: int) -> int:
-    """Of each place's inbox on each of `size` ranks."""
-    return size * SMALL_BATCH * hidden_size * 8
+    """Of each place's inbox on each of `size` ranks: sums of all rows, or parts of few."""
+    return size * max(SMALL_BATCH, MOST_PARTS * FEW_ROWS) * hidden_size * 8
 
 
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:

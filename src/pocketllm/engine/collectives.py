@@ -7,7 +7,7 @@ A row's sum must not depend on how many rows are summed with it (`kernels.protoc
 gives the same bits. For more, the libraries choose an order by size; so small batches are gathered from all ranks and added
 in rank order, which moves more bytes but takes as few steps ("one-shot"). Large ones, of prefill, are the library's.
 
-Where GPUs can read each other's memory, small batches are not sent at all: see `engine.places`.
+Where GPUs can read and write each other's memory, kernels exchange small batches themselves: see `engine.places`.
 """
 
 from __future__ import annotations

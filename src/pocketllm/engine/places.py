@@ -1,5 +1,5 @@
-"""`open_places`: memory of several GPUs that kernels of all of them read (see `parallel.Place`), through torch's symmetric
-memory. Multicast is not used.
+"""`open_places`: memory of several GPUs that kernels of all of them read and write (see `parallel.Place`), through torch's
+symmetric memory. Multicast is not used.
 
 A kernel that waits there for a rank that has died would wait for ever, and the host with it: `Places.let_go` ends that.
 """
@@ -7,6 +7,7 @@ A kernel that waits there for a rank that has died would wait for ever, and the 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ _c10d: Any = torch.distributed.distributed_c10d
 _library: Any = torch._C._distributed_c10d
 _MOMENT = 0.002  # seconds between two attempts to let waiting kernels go
 _ALIGNMENT = 256
-_STOP = 8  # numbers after the flags of a place: the first is `Place.stop`
+_STOP = 8  # numbers after the flags of all places: the first is `Place.stop`
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +30,10 @@ class Places:
 
     places: tuple[Place, ...]
     name: str  # of the group, as torch's symmetric memory knows it
-    own_flags: Tensor
-    their_flags: tuple[Tensor, ...]  # of the other ranks, mapped here
-    said: Tensor  # as many ones as there are flags, in pinned memory of the host
-    unsaid: Tensor  # zeros
+    own_flags: Tensor  # and `stop`
+    their_flags: tuple[Tensor, ...]  # of the other ranks, mapped here; not their `stop`
+    said: Tensor  # ones for `own_flags`, in pinned memory of the host
+    unsaid: Tensor  # zeros for one of `their_flags`
     handles: tuple[Any, ...]  # keep the mappings alive
 
     def let_go(self, seconds: float = 5.0) -> None:
@@ -87,15 +88,48 @@ class RankStore(_library.Store):  # type: ignore[misc]
         self._store.wait([self._key(key) for key in keys], *timeout)
 
 
+def _sizes(hidden_size: int, size: int) -> tuple[int, int]:
+    """Bytes of a place's memory and of its inbox."""
+    first, second = (
+        -(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in (place_nbytes(hidden_size), inbox_nbytes(hidden_size, size))
+    )
+    return first, second
+
+
+def cut_places(
+    memory: Tensor, flags: Tensor, memory_at: Sequence[int], flags_at: Sequence[int], rank: int, hidden_size: int
+) -> tuple[Place, ...]:
+    """One rank's places. memory [NUM_PLACES * (memory, inbox)] uint8, flags [NUM_PLACES * flags, stop] int32: its own;
+    *_at: addresses of each rank's."""
+    size = len(memory_at)
+    in_memory, in_inbox = _sizes(hidden_size, size)
+    each, num_flags = in_memory + in_inbox, MOST_MEETINGS * size
+    stop = flags[NUM_PLACES * num_flags :][:1]
+
+    def addresses(of_ranks: Sequence[int], offset: int) -> Tensor:
+        return torch.tensor([at + offset for at in of_ranks], dtype=torch.int64, device=memory.device)
+
+    return tuple(
+        Place(
+            memory[i * each : i * each + in_memory],
+            addresses(memory_at, i * each),
+            addresses(flags_at, i * num_flags * 4),
+            addresses(memory_at, i * each + in_memory),
+            stop,
+            rank,
+            size,
+        )
+        for i in range(NUM_PLACES)
+    )
+
+
 def open_places(rank: int, size: int, store: Any, device: torch.device, hidden_size: int) -> Places:
     """Called by all ranks alike; returns once all have. RuntimeError if the GPUs can't read each other's memory."""
     meeting = RankStore(torch.distributed.PrefixStore("places", store))  # type: ignore[attr-defined]
     name = f"pocketllm-places-{id(store)}-{time.monotonic_ns()}"  # of this process's own register of groups
     group: Any = _c10d.ProcessGroup(meeting, rank, size)
     _library._register_process_group(name, group)
-    in_memory = -(-place_nbytes(hidden_size) // _ALIGNMENT) * _ALIGNMENT
-    each = in_memory + -(-inbox_nbytes(hidden_size, size) // _ALIGNMENT) * _ALIGNMENT
-    num_flags = MOST_MEETINGS * size + _STOP
+    nbytes, num_flags = NUM_PLACES * sum(_sizes(hidden_size, size)), NUM_PLACES * MOST_MEETINGS * size
 
     def shared(count: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
         tensor = _library._SymmetricMemory.empty_strided_p2p((count,), (1,), dtype, device)
@@ -103,27 +137,13 @@ def open_places(rank: int, size: int, store: Any, device: torch.device, hidden_s
         torch.cuda.synchronize(device)
         return tensor, _library._SymmetricMemory.rendezvous(tensor, name)
 
-    memory, memory_handle = shared(NUM_PLACES * each, torch.uint8)
-    flags, flags_handle = shared(NUM_PLACES * num_flags, torch.int32)
+    memory, memory_handle = shared(nbytes, torch.uint8)
+    flags, flags_handle = shared(num_flags + _STOP, torch.int32)
     flags_handle.barrier(0, int(60e3))  # nobody's flags are written before they are zero
     torch.cuda.synchronize(device)
 
-    def addresses(handle: Any, offset: int) -> Tensor:
-        return torch.tensor([p + offset for p in handle.buffer_ptrs], dtype=torch.int64, device=device)
-
-    places = tuple(
-        Place(
-            memory[i * each : i * each + in_memory],
-            addresses(memory_handle, i * each),
-            addresses(flags_handle, i * num_flags * 4),
-            addresses(memory_handle, i * each + in_memory),
-            flags[(i + 1) * num_flags - _STOP :][:1],
-            rank,
-            size,
-        )
-        for i in range(NUM_PLACES)
-    )
-    theirs = tuple(flags_handle.get_buffer(peer, (len(flags),), torch.int32) for peer in range(size) if peer != rank)
+    places = cut_places(memory, flags, memory_handle.buffer_ptrs, flags_handle.buffer_ptrs, rank, hidden_size)
+    theirs = tuple(flags_handle.get_buffer(peer, (num_flags,), torch.int32) for peer in range(size) if peer != rank)
     said = torch.ones(len(flags), dtype=torch.int32).pin_memory()  # now: pinning waits for the device
-    unsaid = torch.zeros_like(said).pin_memory()
+    unsaid = torch.zeros(num_flags, dtype=torch.int32).pin_memory()
     return Places(places, name, flags, theirs, said, unsaid, (memory_handle, flags_handle, group, meeting))

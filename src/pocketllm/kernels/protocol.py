@@ -30,7 +30,8 @@ Cross = Callable[[Activations, Tensor], list[Tensor]]  # what `Kernels.bridge` g
 
 class Kernels(Protocol):
     name: str
-    keeps_dtype: bool  # whether intermediates of long passes are of the activations' type, not float32
+    keeps_dtype: bool  # whether long passes keep intermediates in the activations' type, not float32, but those of all
+    #                    pairs of a token and an expert at once
     meets_ranks: bool  # whether `add_up` and `add_rms_norm` can read a `Place` of other ranks
     captures: bool  # whether `capture` can give a replay: batches are then padded, and passes keep their intermediates
 

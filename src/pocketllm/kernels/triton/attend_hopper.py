@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pocketllm.kernels.triton.attend_hopper_queries import query_pairs_kernel
 from pocketllm.kernels.triton.pieces import HopperPieces, TritonPieces
-from pocketllm.kernels.triton.tuning import AttendConfig, multiprocessors
+from pocketllm.kernels.triton.tuning import AttendConfig, is_hopper, multiprocessors
 from pocketllm.kernels.types import AttentionMask, LayerKV
 
 HEAD_DIM = 256
@@ -19,22 +19,15 @@ TILE = 64  # tokens
 CHUNK = 32  # tokens whose V is decoded at a time
 MOST_ROWS = 32  # query rows of a piece of work
 PROGRAMS = 2  # of a multiprocessor, so that one's tensor cores work while the other's softmax does
-REGISTERS = 65536 // (
-    PROGRAMS * 8 * 32
-)  # of a thread; eight warps are set up, as the copying one takes the place of four
+REGISTERS = 65536 // (PROGRAMS * 8 * 32)  # of a thread; eight warps are set up: the copying one takes the place of four
 ROOM = 113 * 1024  # bytes of shared memory a program may take: half of a multiprocessor's, but for what is reserved
 MOST_STAGES = 4
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def suits(kv: LayerKV, mask: AttentionMask) -> bool:
     """Whether Hopper's kernels of decode and verify can read a layer's cache, of whatever format: on a Hopper GPU, pages
     of whole tiles, no window, no key bias to add to the scores."""
-    on_hopper = _is_hopper(kv.block_table.device)
+    on_hopper = is_hopper(kv.block_table.device)
     return on_hopper and kv.page_size % TILE == 0 and kv.key_bias is None and mask.window == 0
 
 
@@ -50,13 +43,15 @@ def _pieces(pieces: TritonPieces) -> HopperPieces:
     return pieces.hopper()
 
 
-def _tiles_of(plane: Tensor) -> Any:
-    """A descriptor of a plane [pages, page, HK, width] for tiles of one head."""
+def tiles_of(plane: Tensor) -> Any:
+    """A descriptor of a plane [pages, page, HK, width] for tiles of one head, 128 bytes of a row at a time."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     rows, width = plane.shape[0] * plane.shape[1], plane.shape[2] * plane.shape[3]
-    return TensorDescriptor(plane, [rows, width], [width, 1], [TILE, plane.shape[3]], NVMMASharedLayout(128, 8, 2))
+    return TensorDescriptor(
+        plane, [rows, width], [width, 1], [TILE, plane.shape[3]], NVMMASharedLayout(128, 8 * plane.itemsize, 2)
+    )
 
 
 def split(
@@ -69,9 +64,8 @@ def split(
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from pocketllm.kernels.triton.attend_hopper_kernels import (
-        hopper_split_kernel,
-    )  # Gluon is not loaded where it is not used
+    # Gluon is not loaded where it is not used
+    from pocketllm.kernels.triton.attend_hopper_kernels import hopper_split_kernel
 
     assert all(tokens % TILE == 0 for tokens in config.splits)
     (n, q_len, num_heads, head_dim), hopper, device = q.shape, _pieces(pieces), q.device
@@ -89,7 +83,7 @@ def split(
     queries = TensorDescriptor.from_tensor(codes, [2 * rows, head_dim], NVMMASharedLayout(128, 8, 2))
     stage, fixed = TILE * (k.shape[3] + v.shape[3] + 8), rows * (4 * head_dim + 2 * TILE + 40) + 2048
     hopper_split_kernel[(PROGRAMS * multiprocessors(device),)](
-        _tiles_of(k), _tiles_of(v), k_scales, v_scales, queries, factors, kv.block_table, kv.block_table.shape[1],
+        tiles_of(k), tiles_of(v), k_scales, v_scales, queries, factors, kv.block_table, kv.block_table.shape[1],
         slot_ids, kv_lens, n, part_out, part_sums, part_out.shape[1], scale,
         PAGE=kv.page_size, SPLITS=config.splits, NP=max(triton.next_power_of_2(n), 32),
         STAGES=min((ROOM - fixed) // stage, MOST_STAGES), CHUNK=CHUNK, JOIN=hopper.join, LOAD_V=hopper.load_v,

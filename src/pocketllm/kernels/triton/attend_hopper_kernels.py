@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pocketllm.kernels.triton.attend_hopper import TILE
 from pocketllm.kernels.triton.attend_hopper_work import (
-    TILE,
     WARPS,
     find,
     largest_of,

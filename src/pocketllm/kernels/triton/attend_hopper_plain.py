@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 from torch import Tensor
 
-from pocketllm.kernels.triton.attend_hopper import TILE, suits
+from pocketllm.kernels.triton.attend_hopper import TILE, suits, tiles_of
 from pocketllm.kernels.triton.pieces import TritonPieces
 from pocketllm.kernels.triton.tuning import AttendConfig, multiprocessors
 from pocketllm.kernels.types import AttentionMask, LayerKV
@@ -33,24 +31,14 @@ def fits(kv: LayerKV, pieces: TritonPieces, mask: AttentionMask) -> bool:
     )
 
 
-def _tiles_of(plane: Tensor) -> Any:
-    """A descriptor of a plane [pages, page, HK, D] for tiles of one head."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    rows, width = plane.shape[0] * plane.shape[1], plane.shape[2] * plane.shape[3]
-    return TensorDescriptor(plane, [rows, width], [width, 1], [TILE, plane.shape[3]], NVMMASharedLayout(128, 16, 2))
-
-
 def split(
     kv: LayerKV, q: Tensor, slot_ids: Tensor, kv_lens: Tensor, part_out: Tensor, part_sums: Tensor,
     scale: float, config: AttendConfig, early: int,
 ) -> None:  # fmt: skip
     """Writes the splits of q [n, Q, HQ, D] to part_out [n * Q * HQ, splits, D] float32 and part_sums [n * Q * HQ, splits, 2]
     float32, as `attend_kernels.split_kernel` does. scale includes log2(e)."""
-    from pocketllm.kernels.triton.attend_hopper_plain_kernels import (
-        hopper_plain_split_kernel,
-    )  # Gluon is not loaded where it is not used
+    # Gluon is not loaded where it is not used
+    from pocketllm.kernels.triton.attend_hopper_plain_kernels import hopper_plain_split_kernel
 
     assert all(tokens % TILE == 0 for tokens in config.splits)
     (n, q_len, num_heads, head_dim), (k, v) = q.shape, kv.planes
@@ -59,7 +47,7 @@ def split(
     rows = min(max(triton.next_power_of_2(group_rows), 8), MOST_ROWS)
     fixed = rows * (2 * head_dim + 2 * TILE + 32) + 1024
     hopper_plain_split_kernel[(PROGRAMS * multiprocessors(q.device),)](
-        q, _tiles_of(k), _tiles_of(v), kv.block_table, kv.block_table.shape[1], slot_ids, kv_lens, n,
+        q, tiles_of(k), tiles_of(v), kv.block_table, kv.block_table.shape[1], slot_ids, kv_lens, n,
         part_out, part_sums, part_out.shape[1], scale,
         Q=q_len, HQ=num_heads, HK=kv_heads, D=head_dim, PAGE=kv.page_size, SPLITS=config.splits, N=rows,
         NP=max(triton.next_power_of_2(n), 32), PLACES=min((ROOM - fixed) // (TILE * head_dim * 2), MOST_PLACES), EARLY=early,

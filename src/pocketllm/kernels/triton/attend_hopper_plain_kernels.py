@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from pocketllm.kernels.triton.attend_hopper import TILE
 from pocketllm.kernels.triton.attend_hopper_work import (
-    TILE,
     WARPS,
     find,
     largest_of,
@@ -99,8 +99,8 @@ def _queries(
     row = piece // HK * N + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     at = ((seq * Q + row // GROUP) * HQ + piece % HK * GROUP + row % GROUP).to(gl.int64) * D
-    mask = (exists & (row < GROUP * Q))[:, None] & (d < D)[None, :]
-    return gl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0).to(DTYPE)
+    real = (exists & (row < GROUP * Q))[:, None]
+    return gl.load(q + at[:, None] + d[None, :], mask=real, other=0.0).to(DTYPE)
 
 
 @gluon.jit
@@ -181,7 +181,7 @@ def _attend(
         # The next queries are on their way while this piece's results are stored.
         queries = _queries(q, piece, seq, end >= 0, Q, HQ, HK, D, N, ring.dtype)
         values = (out * (1 / SPLITS[2])).to(part_out.dtype.element_ty)
-        gl.store(part_out + (part * D)[None, :] + dim[:, None], values, mask=exists[None, :] & (dim < D)[:, None])
+        gl.store(part_out + (part * D)[None, :] + dim[:, None], values, mask=exists[None, :])
         gl.store(part_sums + part * 2, largest, mask=exists)
         gl.store(part_sums + part * 2 + 1, gl.convert_layout(gl.sum(total, axis=0), per_row), mask=exists)
 

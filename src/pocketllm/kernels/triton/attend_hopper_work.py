@@ -8,9 +8,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from pocketllm.kernels.triton.attend_hopper import TILE
 from pocketllm.kernels.triton.attend_splits import long_splits, piece_of, share_of, short_splits, split_start
 
-TILE = 64  # tokens
 WARPS = 4  # of which each has 16 tokens' scores
 _TILE, _WARPS = gl.constexpr(TILE), gl.constexpr(WARPS)
 

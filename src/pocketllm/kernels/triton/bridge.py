@@ -29,7 +29,7 @@ def bridge(weights: Bridge, num_rows: int, dtype: object, places: Sequence[Place
     table = linear_table(weights.out.tensors[0].device)
     if not (table.bridge and 0 < num_rows <= SMALL_BATCH and dtype == torch.bfloat16 and _fits(weights)):
         return None
-    if places and (max(parts_of(weights)[::2]) > MOST_PARTS or _shared_sync(weights, places[0]) is None):
+    if places and (max(parts_of(weights)[::2]) > MOST_PARTS or _sync_of(weights, places) is None):
         return None
     return partial(_cross, weights, places)
 
@@ -77,20 +77,27 @@ def _most_units(weights: Bridge, last_tiles: int) -> tuple[int, ...]:
     return tuple(triton.next_power_of_2(n) for n in counts)
 
 
-@cache
-def _sync(device: torch.device, programs: int, hidden: int, inner: int) -> Tensor:
-    """Where so many programs meet, one kernel after the other (see `bridge_kernel`). Bridges on two streams at a time would
-    wait for multiprocessors that the other holds: there must be one stream."""
+def _new_sync(device: torch.device, programs: int, hidden: int, inner: int) -> Tensor:
     return torch.zeros(programs + 2 * (2 * hidden + inner) // TILE, dtype=torch.int64, device=device)
 
 
-def _shared_sync(weights: Bridge, place: Place) -> Tensor | None:
-    """The same for ranks that send each other words: kernels' numbers are their stamps, so all ranks count from the same one
-    on, and a word must not be another bridge's. None if bridges of another shape count there already."""
-    shape = _cuts(weights)[1], *weights.down.shape
-    if not place.counts:
-        place.counts[shape] = _sync.__wrapped__(place.memory.device, *shape)
-    return place.counts.get(shape)
+_device_sync = cache(_new_sync)
+
+
+def _sync_of(weights: Bridge, places: Sequence[Place]) -> Tensor | None:
+    """What programs of bridges of this shape meet by, one kernel after the other (`sync` of `bridge_kernel`). Bridges on two
+    streams at a time would wait for multiprocessors that the other holds: there must be one stream.
+
+    Ranks that send each other words have one to a group: kernels' numbers are the stamps, so all ranks must count from the
+    same one on, and a word must not be another bridge's. None if bridges of another shape meet there.
+    """
+    device, shape = weights.out.tensors[0].device, (_cuts(weights)[1], *weights.down.shape)
+    if not places:
+        return _device_sync(device, *shape)
+    meetings = places[0].meetings
+    if not meetings:
+        meetings[shape] = _new_sync(device, *shape)
+    return meetings.get(shape)
 
 
 def _tiles_of(x: Tensor, rows: int) -> Any:
@@ -125,16 +132,15 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     last, small = weights.next_norm is None, len(weights.next_in) == 2
-    outs, gated, downs = scratch(parts[0], num_rows, hidden), scratch(parts[1], num_rows, 2 * inner), None
-    mail: list[Tensor | None] = [None] * 4
-    rank, num_ranks, sync = 0, 1, None
+    outs, gated = scratch(parts[0], num_rows, hidden), scratch(parts[1], num_rows, 2 * inner)  # (or parts are sent)
+    of_downs = parts[2], num_rows, hidden
+    # of the last block, whoever reads the parts adds up all ranks'
+    downs = places[1].room(of_downs, torch.float32) if places and last else scratch(*of_downs)
+    mail: list[Tensor | None] = [None] * 3
+    rank, num_ranks, sync = 0, 1, _sync_of(weights, places)
     if places:
-        mail = [t for place in places for t in (place.inboxes, place.stop)]
-        rank, num_ranks, sync = places[0].rank, places[0].size, _shared_sync(weights, places[0])
-        if last:  # whoever reads the parts adds up all ranks'
-            downs = places[1].room((parts[2], num_rows, hidden), torch.float32)
-    if downs is None:
-        downs = scratch(parts[2], num_rows, hidden)
+        mail = [*(place.inboxes for place in places), places[0].stop]
+        rank, num_ranks = places[0].rank, places[0].size
     following = weights.down if last else weights.next_in[0]  # anything, after the last block
     narrow = weights.next_in[1].pairs if small else following.tensors
     out = torch.empty(num_rows, following.shape[0], dtype=dtype, device=device)
@@ -149,8 +155,7 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
     bridge_kernel[(programs,)](
         *_rows_of(x), *planes, residual, weights.norm, weights.norm if last else weights.next_norm, *rows,
         scratch(num_rows, hidden // TILE), outs, gated, downs, out, out_small,
-        _sync(device, programs, hidden, inner) if sync is None else sync, *mail, rank, num_rows, tiles, small_tiles,
-        weights.eps,
+        sync, *mail, rank, num_rows, tiles, small_tiles, weights.eps,
         H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, FLIGHT=flight,
         GROUPS=GROUPS,
         PARTS=tuple(parts), RANKS=num_ranks, MOST=_most_units(weights, tiles + small_tiles),

@@ -9,9 +9,9 @@ one program on each multiprocessor walks through four products:
     out projection | add, norm | gate and up | silu * up | down | add, norm | the next mixer's projections
 
 Two of its warps ask for weights and rows in the order in which they will be needed (`bridge_feed`), the others multiply
-(here). What lies between two products is done by tiles of 128 columns, each by the program that was the last to finish a
-part of it (`bridge_sums`), which then raises the tile's flag. A program goes on with the columns that are there; only the
-norm's factor, at the end of a tile, needs all of them. While it waits, the ring fills.
+(here). What lies between two products is done by tiles of 128 columns, each by one of the programs that made a part of it,
+mostly the last to finish (`bridge_sums`), which then raises the tile's flag. A program goes on with the columns that are
+there; only the norm's factor, at the end of a tile, needs all of them. While it waits, the ring fills.
 
 Weights are multiplied as stored, by FP8 tensor cores; rows are pairs of e4m3 (`pairs`). The norm's factor is a number a row:
 what is rounded is x times the norm's weight, and the product of it is multiplied by the factor at its end.
@@ -153,7 +153,7 @@ def multiply(
     RANKS: gl.constexpr, PARTS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """This program's units of a product [M, N]; kept: their scales (`keep_scales`). A tile's part goes to its place among
-    the PARTS [.., M, N] of `out`, and the last one to come does what `finish_tile` says; of the last product, whole tiles,
+    the PARTS [.., M, N] of `out`, or into the ranks' inboxes, and `finish_tile` goes on; of the last product, whole tiles,
     times the rows' factors, go to the two of `out`. factors: shared memory [ROWS].
 
     SIZES: of each product units of a tile, and by how many one tile begins after the one before; groups of a unit.
@@ -202,7 +202,9 @@ def multiply(
         stop = (unit + 1) % K == 0
         if stop | (i + 1 == count):
             if PRODUCT == 3:
-                _keep_factors(factors, squares, flags[2], num_rows, eps, epoch, H, ROWS, WARPS)
+                if normed == 0:
+                    _keep_factors(factors, squares, flags[2], num_rows, eps, epoch, H, ROWS, WARPS)
+                normed = 1
                 if tile < in_tiles:
                     _store_tile(sums, factors, out[0], tile, in_tiles * 128, num_rows, ROWS)
                 else:
@@ -236,7 +238,7 @@ def multiply(
 
 @gluon.jit
 def work(
-    plan, ring, kept, scales, outs, factors, vectors, meetings, own, places, rank, num_rows, eps,
+    plan, ring, kept, scales, outs, factors, vectors, meetings, own, inboxes, stop, rank, num_rows, eps,
     H: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     RANKS: gl.constexpr, PARTS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
@@ -247,11 +249,9 @@ def work(
     """
     for product in gl.static_range(4):
         keep_scales(product, scales[product], plan, kept[product], WARPS, SIZES)
+    places = (None, None)
     if RANKS > 1:
-        places = (
-            open_place(places[0][0], places[0][1], rank, RANKS),
-            open_place(places[1][0], places[1][1], rank, RANKS),
-        )
+        places = open_place(inboxes[0], stop, rank, RANKS), open_place(inboxes[1], stop, rank, RANKS)
     wait_for_kernels()
     epoch = load_acquire(own) + 1
     multiply(0, kept[0], vectors[0][0], plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, H,
@@ -269,8 +269,8 @@ def work(
 def bridge_kernel(
     x, x_s, w_out, s_out, w_gate_up, s_gate_up, w_down, s_down, w_in, s_in, w_small, s_small, residual, gain1, gain2,
     normed, normed_s, normed_codes, normed_scales, inner, inner_s, inner_codes, inner_scales, squares, parts_out,
-    parts_inner, parts_down, out, out_small, sync, out_inboxes, out_stop, down_inboxes, down_stop, rank, num_rows,
-    in_tiles, small_tiles, eps,
+    parts_inner, parts_down, out, out_small, sync, out_inboxes, down_inboxes, stop, rank, num_rows, in_tiles, small_tiles,
+    eps,
     H: gl.constexpr, A: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     FLIGHT: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, RANKS: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
@@ -282,7 +282,7 @@ def bridge_kernel(
     the first three products. MOST: units of a program of each, at most, a power of two.
     sync int64: of each program how many kernels it has been in; of each tile of the first three products (gate and up
     together) a counter; and of each a flag.
-    With RANKS > 1, *_inboxes and *_stop are those of two `parallel.Place`s, for the sums of the first and the third product.
+    With RANKS > 1, *_inboxes and stop are those of two `parallel.Place`s, for the sums of the first and the third product.
     """
     K: gl.constexpr = 128 * GROUPS  # of a unit
     SIZES: gl.constexpr = ((A // K, H // K, I // K, H // K), (0, 0, 0, 3), GROUPS)
@@ -328,11 +328,11 @@ def bridge_kernel(
     flags = counters + (2 * H + I) // 128
     at1, at2 = H // 128, (H + I) // 128
     meetings = ((counters, counters + at1, counters + at2), (flags, flags + at1, flags + at2))
-    places = ((out_inboxes, out_stop), (down_inboxes, down_stop))
+    inboxes = (out_inboxes, down_inboxes)
     gl.warp_specialize(
         [
-            (work, (plan, ring, kept, scales, (out, out_small), factors, vectors, meetings, own, places, rank, num_rows, eps,
-                    H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)),
+            (work, (plan, ring, kept, scales, (out, out_small), factors, vectors, meetings, own, inboxes, stop, rank,
+                    num_rows, eps, H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)),
             (feed_weights, (plan, ring, STAGES, FLIGHT, NBYTES, SIZES)),
             (feed_rows, (plan, rows, meetings[1], own, ring, H, I, STAGES, NBYTES, SIZES)),
         ],

@@ -3,8 +3,9 @@
 """What bridges of several ranks send each other (see `bridge_sums`, `parallel.Place`): words of a number and a stamp.
 
 Whoever adds up looks for words until all have the stamp, which is the kernel's number: nothing orders them, and nothing
-counts them. A word is written again only after it has been read. The two sums of a bridge have an inbox each, and nobody
+counts them. A word is written again only after it has been read: the two sums of a bridge have an inbox each, and nobody
 ends a bridge before each program of each rank has added up what it had to of the first sum and sent its part of the second.
+The last bridge has no second sum; what reads its parts meets the other ranks by flags instead (`summands`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from pocketllm.parallel import FEW_ROWS
+
 
 @gluon.constexpr_function
 def sends_parts(pairs, ranks):
-    """Whether parts go to both ranks as they are: those of up to 8 rows (16 pairs). Of more rows, or ranks, they would be
-    too many for the link and for registers, so each rank adds up its own first."""
-    return ranks == 2 and pairs == 16
+    """Whether parts go to both ranks as they are: those of few rows. Of more rows, or ranks, they would be too many for the
+    link and for registers, so each rank adds up its own first."""
+    return ranks == 2 and pairs == 2 * FEW_ROWS
 
 
 @gluon.jit
@@ -39,8 +42,10 @@ def send(x, place, at, mask, stamp, RANKS: gl.constexpr):
 
 
 @gluon.jit
-def _look(inbox, at, count, stride, stamp, real, RANKS: gl.constexpr, MOST: gl.constexpr):
-    """-> the sum of words' numbers, and 1 if some have not come yet, else 0. All are asked for at once."""
+def _look(place, at, count, stride, stamp, real, RANKS: gl.constexpr, MOST: gl.constexpr):
+    """-> the sum of words' numbers, and 1 if some have not come yet and are waited for, else 0: the same for all warps,
+    though `stop` may change between their looks at it. All are asked for at once."""
+    inbox, _, stop = place
     shape: gl.constexpr = at.shape
     layout: gl.constexpr = at.type.layout
     total, missing = gl.zeros(shape, gl.float32, layout), gl.zeros(shape, gl.int32, layout)
@@ -52,6 +57,7 @@ def _look(inbox, at, count, stride, stamp, real, RANKS: gl.constexpr, MOST: gl.c
             missing |= gl.where(there & ((words >> 32).to(gl.int32) != stamp), 1, 0)
             sum_of_rank += (words & 0xFFFFFFFF).to(gl.int32).to(gl.float32, bitcast=True)
         total += sum_of_rank
+    missing = gl.where(gl.load(stop, volatile=True) != 0, 0, missing)
     return total, gl.max(gl.max(missing, axis=1), axis=0)
 
 
@@ -59,9 +65,7 @@ def _look(inbox, at, count, stride, stamp, real, RANKS: gl.constexpr, MOST: gl.c
 def wait_for_sum(place, at, count, stride, stamp, real, RANKS: gl.constexpr, MOST: gl.constexpr):
     """[R, N] float32: the sum of words [RANKS, MOST, ..], `stride` apart, of which each rank sends `count`: those of a rank
     in order, then the ranks in order. As soon as all have come, or nobody is to wait any more. 0 where `real` is false."""
-    total, missing = _look(place[0], at, count, stride, stamp, real, RANKS, MOST)
-    stopped = gl.load(place[2], volatile=True)
-    while missing > stopped:
-        total, missing = _look(place[0], at, count, stride, stamp, real, RANKS, MOST)
-        stopped = gl.load(place[2], volatile=True)
+    total, missing = _look(place, at, count, stride, stamp, real, RANKS, MOST)
+    while missing > 0:
+        total, missing = _look(place, at, count, stride, stamp, real, RANKS, MOST)
     return total

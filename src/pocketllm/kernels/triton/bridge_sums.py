@@ -1,5 +1,4 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
-
 """What a bridge does between two products (see `bridge_kernels`): parts of a tile of 128 columns are added up in order, then
 normed or gated, and made pairs. By the program that was the last to write one; of parts that go to other ranks as well, by
 the tile's first program, as its own part is the last thing it has to do for the product."""
@@ -15,7 +14,7 @@ from pocketllm.kernels.triton.gluon_pieces import is_last, power_of_two, publish
 
 @gluon.constexpr_function
 def _rows_at_a_time(pairs):
-    """Of 8 to 64 rows (pairs: twice as many): more in flight are quicker, but with 64 there are no registers for them."""
+    """Of 8 to 64 rows (pairs: twice as many). 32 are no quicker than 16."""
     return 16 if pairs >= 32 else 8
 
 
@@ -87,8 +86,9 @@ def add_and_norm(
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = group * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
     weight = gl.load(gain + column)
-    MOST: gl.constexpr = PARTS if sends_parts(PAIRS, RANKS) else 1  # words of a rank
-    if RANKS > 1 and MOST == 1:
+    SENT: gl.constexpr = sends_parts(PAIRS, RANKS)
+    MOST: gl.constexpr = PARTS if SENT else 1  # words of a rank
+    if RANKS > 1 and not SENT:
         _send_sums(group, parts, count, place, rank, num_rows, stamp, H, PARTS, PAIRS, WARPS, RANKS)
         count = 1
     for start in range(0, num_rows, ROWS):

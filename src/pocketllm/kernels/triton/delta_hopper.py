@@ -10,12 +10,12 @@ import torch
 import triton
 from torch import Tensor
 
-from pocketllm.kernels.triton.tuning import multiprocessors
+from pocketllm.kernels.triton.tuning import is_hopper, multiprocessors
 from pocketllm.kernels.types import GatedDeltaWeights, LayerState
+from pocketllm.parallel import SMALL_BATCH
 
 DIM = 128  # of heads: keys and values
 TAPS = 4  # of the convolution: as many as there are registers for
-SMALL_BATCH = 64  # sequences
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,10 @@ class HopperStep:
     registers: int
 
 
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def fits(w: GatedDeltaWeights, state: LayerState) -> bool:
     """It must not depend on how many rows there are: a row's bits would."""
     return (
-        _is_hopper(state.recurrent.device)
+        is_hopper(state.recurrent.device)
         and (w.key_head_dim, w.value_head_dim) == (DIM, DIM)
         and w.num_value_heads % w.num_key_heads == 0
         and w.conv.shape[1] == TAPS

@@ -23,12 +23,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from pocketllm.kernels.triton.delta_hopper import DIM, TAPS
 from pocketllm.kernels.triton.gated_delta_kernels import softplus, sum_of_parts
 from pocketllm.kernels.triton.gluon_pieces import is_last, launch_dependents, wait_for_kernels
 from pocketllm.kernels.triton.pairs import round_e4m3, scale_of
 
-DIM = 128  # of heads: keys and values
-TAPS = 4  # of the convolution
 PLACES = 4  # tokens whose vectors a bringer keeps ahead
 BRINGER_WARPS = 4
 _DIM, _TAPS = gl.constexpr(DIM), gl.constexpr(TAPS)
