@@ -1,6 +1,6 @@
 """What a user can set: engine, sampling and server options. Frozen, validated, unknown names rejected.
 
-The only module that reads environment variables (`POCKETLLM_THREADS`, `POCKETLLM_API_KEY`).
+The only module that reads environment variables (`POCKETLLM_THREADS`, `POCKETLLM_API_KEY`; whether torch's own are set).
 """
 
 from __future__ import annotations
@@ -166,6 +166,11 @@ class EngineOptions(_Checked):
             _require(text.isdigit() and int(text) >= 1, f"POCKETLLM_THREADS = {text!r}: must be a whole number >= 1")
             return int(text)
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def own_allocator_settings() -> bool:
+    """Whether the user has set torch's allocator, by torch's own variables."""
+    return any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pocketllm.errors import OptionError
+from pocketllm.options import own_allocator_settings
 
 _library: Any = torch._C
 CPU_SHARE = 0.8  # of what the machine has available: the rest stays for the caller and the file cache
@@ -67,9 +68,8 @@ def used_memory(device: torch.device) -> int | None:
 
 def allocate_exactly(device: torch.device) -> None:
     """From now on torch's allocator gives a GPU's tensors what they take, as plans count it, and not whole segments of 2 or
-    20 MiB each. Settings of the user's own (PYTORCH_ALLOC_CONF) stay as they are."""
-    own = [os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
-    if device.type == "cuda" and not any(own):
+    20 MiB each. Settings of the user's own stay as they are."""
+    if device.type == "cuda" and not own_allocator_settings():
         _library._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
