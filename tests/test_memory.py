@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import tiny_models
 from engines import engine, feed, prompt
 from pocketllm import Engine, EngineOptions, SamplingParams, plan_memory
 from pocketllm.cache.formats import KV_FORMATS
+from pocketllm.engine import device
 from pocketllm.engine.memory_advice import check_fits
 from pocketllm.engine.memory_plan import context_table
 from pocketllm.errors import MemoryPlanError, OptionError
@@ -274,6 +276,35 @@ def test_a_pass_stays_within_its_planned_workspace(kind: str, tmp_path: Path) ->
         peak = max(peak, held)
     planned = slots.plan.workspace + slots.plan.logits
     assert planned / 3 < peak <= planned
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
+def test_a_gpu_plan_has_room_for_the_results_of_all_experts(shape: str, ranks: int) -> None:
+    """Of every pair of a token and an expert at once: their width is the model's, on however many ranks."""
+    config, tokens = config_from_shape(shape), 4096
+    moe = config.moe
+    assert moe is not None
+    options = EngineOptions(tensor_parallel=ranks, prefill_chunk=tokens, kernels="triton", max_context=8192)
+    pairs = tokens * moe.top_k
+    live = pairs * (moe.expert_intermediate_size // ranks + config.hidden_size) + 2 * tokens * config.hidden_size
+    assert plan_memory(config, options, None, "cuda").workspace >= 2 * live  # bytes of bfloat16
+
+
+def test_the_allocator_is_told_to_be_exact_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(device, "_library", SimpleNamespace(_accelerator_setAllocatorSettings=asked.append))
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    device.allocate_exactly(torch.device("cpu"))
+    assert asked == []
+    device.allocate_exactly(torch.device("cuda", 0))
+    assert asked == ["expandable_segments:True"]
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as own:
+            own.setenv(name, "max_split_size_mb:64")
+            device.allocate_exactly(torch.device("cuda", 0))
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_5"])
