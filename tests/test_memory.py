@@ -21,10 +21,11 @@ from pocketllm import Engine, EngineOptions, SamplingParams, plan_memory
 from pocketllm.cache.formats import KV_FORMATS
 from pocketllm.engine import device
 from pocketllm.engine.memory_advice import check_fits
-from pocketllm.engine.memory_plan import context_table
+from pocketllm.engine.memory_plan import Planner, context_table
 from pocketllm.errors import MemoryPlanError, OptionError
 from pocketllm.models.registry import config_from_shape
 from pocketllm.options import parse_bytes
+from pocketllm.parallel import NUM_PLACES, inbox_nbytes, place_nbytes
 
 KINDS = ("qwen2", "qwen3_moe", "qwen3_5")
 GIB = 1 << 30
@@ -278,17 +279,33 @@ def test_a_pass_stays_within_its_planned_workspace(kind: str, tmp_path: Path) ->
     assert planned / 3 < peak <= planned
 
 
+def gpu_planner(shape: str, **options: Any) -> Planner:
+    return Planner(config_from_shape(shape), EngineOptions(**{"kernels": "triton", **options}), None, "cuda", None)
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
 def test_a_gpu_plan_has_room_for_the_results_of_all_experts(shape: str, ranks: int) -> None:
     """Of every pair of a token and an expert at once: their width is the model's, on however many ranks."""
-    config, tokens = config_from_shape(shape), 4096
-    moe = config.moe
+    planner = gpu_planner(shape, tensor_parallel=ranks)
+    hidden, moe = planner.config.hidden_size, planner.config.moe
     assert moe is not None
-    options = EngineOptions(tensor_parallel=ranks, prefill_chunk=tokens, kernels="triton", max_context=8192)
-    pairs = tokens * moe.top_k
-    live = pairs * (moe.expert_intermediate_size // ranks + config.hidden_size) + 2 * tokens * config.hidden_size
-    assert plan_memory(config, options, None, "cuda").workspace >= 2 * live  # bytes of bfloat16
+    live = moe.top_k * (moe.expert_intermediate_size // ranks + hidden) + 2 * hidden
+    assert planner._row_bytes() >= 2 * live  # bytes of bfloat16
+
+
+def test_intermediates_on_a_gpu_have_the_activations_type() -> None:
+    bf16, fp32 = (gpu_planner("qwen3-8b", dtype=dtype)._row_bytes() for dtype in ("bfloat16", "float32"))
+    assert 2 * bf16 == fp32 == gpu_planner("qwen3-8b", dtype="bfloat16", kernels="reference")._row_bytes()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_that_ranks_share_is_planned(ranks: int) -> None:
+    planner = gpu_planner("qwen3-8b", tensor_parallel=ranks)
+    config = planner.config
+    of_attention = planner.kernels.attention_workspace(config.num_heads // ranks, config.head_dim, 1, 256)
+    shared = NUM_PLACES * (place_nbytes(config.hidden_size) + inbox_nbytes(config.hidden_size, ranks))
+    assert planner._workspace(1, 256) - of_attention >= shared + planner._row_bytes()
 
 
 def test_the_allocator_is_told_to_be_exact_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:

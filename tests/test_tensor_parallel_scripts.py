@@ -15,6 +15,7 @@ import tiny_models
 from engines import prompt
 from pocketllm import EngineOptions
 from pocketllm.models.registry import read_model
+from pocketllm.parallel import Part
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -50,6 +51,17 @@ def test_the_gpu_benchmark_runs_on_a_cpu(
     (death,) = (line for line in lines if "after_seconds" in line)
     assert "killed by SIGKILL" in death["said"]
     assert death["after_seconds"] < 10
+
+
+def test_a_rank_without_the_others_has_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    lone = script("gpu_tp", monkeypatch).LoneShard(ranks=2)
+    assert (lone.size, lone.shard(10, "heads"), lone.replicate_or_shard(1, "KV heads").size) == (
+        1,
+        Part(10, ((0, 5),)),
+        1,
+    )
+    logits = torch.arange(6.0).view(2, 3)
+    assert torch.equal(lone.gather(logits), torch.cat([logits, logits], 1))
 
 
 def test_the_plan_table_names_what_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
