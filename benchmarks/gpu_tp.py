@@ -6,7 +6,7 @@ Weights are dummy ones, caches are filled with random values. Parts, in this ord
 
     same    a small model in float32 on one rank and on all: largest difference of the logits, and whether tokens are equal
     fit     the model with each of --fits (slots x context x KV type), each rank capped at --limit: what the plan says, what
-            rank 0's device gave, decode steps up to the last token, and the share of the sums over the ranks
+            rank 0's device gave, a long prompt, decode steps up to the last token, and rank 0's largest kernels
     most    the largest context the plan gives each of --slots slots, for every KV type of --formats, built and filled so
     steps   decode steps on all ranks and (unless --all-only) on one, for every KV type of --formats and case of --cases
     shard   the same of one rank that adds nobody's sums to its own, on one GPU: what `steps` takes more is the sums' share

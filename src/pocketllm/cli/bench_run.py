@@ -26,7 +26,7 @@ _WARM_UP = 3  # steps before the clock starts: compilation, first touches
 _RECORDED = 4  # steps after those on the clock, whose kernels are recorded
 _FILL_SECONDS = 10.0  # a context that takes longer to compute is filled with random values, if fill is auto
 _PROBE_BYTES = 256 << 20  # well beyond any cache
-_COPIES = 8
+_COPIES = 8  # that are timed together
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,14 @@ halves unpack to contiguous vectors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from pocketllm.kernels.numba.format_pieces import Lanes
 
 CUBIC = 1 / 133.375  # its inverse is an fp16 number, which GPU kernels use
 TINY = 1e-12  # keeps all-zero rows finite; far below any V of a real model
@@ -65,7 +68,7 @@ def numba_pack(head_dim: int) -> Callable[..., Any]:
 
     half = head_dim // 2
 
-    def pack_codes(x, packed):  # type: ignore[no-untyped-def]
+    def pack_codes(x: int, packed: int) -> None:
         for i in range(0, half, 8):
             store_nibbles(packed + i, load_f32x16(x + i * 4), load_f32x16(x + (half + i) * 4))
 
@@ -78,12 +81,12 @@ def numba_load(head_dim: int) -> Callable[..., Any]:
 
     half, (table, _) = head_dim // 2, numba_levels()
 
-    def load_whole(codes, i):  # type: ignore[no-untyped-def]
+    def load_whole(codes: int, i: int) -> Lanes:
         if i < half:
             return load_low_nibbles(codes + i, table)
         return load_high_nibbles(codes + i - half, table)
 
-    def load_parts(codes, i):  # type: ignore[no-untyped-def]
+    def load_parts(codes: int, i: int) -> Lanes:
         first, first_shift = (codes + i, 0) if i < half else (codes + i - half, 4)
         second, second_shift = (codes + i + 8, 0) if i + 8 < half else (codes + i + 8 - half, 4)
         return load_nibbles(first, first_shift, second, second_shift, table)

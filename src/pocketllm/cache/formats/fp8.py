@@ -20,7 +20,7 @@ from pocketllm.cache.formats.base import KVFormat, absmax_scale
 from pocketllm.kernels.types import PlaneSpec
 
 if TYPE_CHECKING:
-    from pocketllm.kernels.numba.format_pieces import FormatPieces
+    from pocketllm.kernels.numba.format_pieces import FormatPieces, Lanes
     from pocketllm.kernels.triton.pieces import TritonPieces
 
 E4M3_MAX = 448.0
@@ -76,7 +76,7 @@ class Fp8(KVFormat):
         tries, tiny = len(FACTORS), np.float32(TINY)
         factors = tuple(np.float32(factor) for factor in FACTORS)
 
-        def encode(x, codes, scale_at):  # type: ignore[no-untyped-def]
+        def encode(x: int, codes: int, scale_at: int) -> None:
             """Sums run in another order than torch's: where two scales fit alike, the other one may be taken."""
             first = absmax(x, head_dim) / np.float32(E4M3_MAX)
             best, most, scale = 0, np.float32(-1), first
@@ -97,7 +97,7 @@ class Fp8(KVFormat):
                 scale = sum_lanes(whole) / (tiny if product < tiny else product)
             store_f32(scale_at, tiny if scale < tiny else scale)
 
-        def load(codes, i):  # type: ignore[no-untyped-def]
+        def load(codes: int, i: int) -> Lanes:
             return load_e4m3x16(codes + i)
 
         sizes = tuple(p.nbytes for p in self.planes(head_dim))

@@ -32,7 +32,7 @@ from pocketllm.cache.formats.cubic_levels import (
 )
 
 if TYPE_CHECKING:
-    from pocketllm.kernels.numba.format_pieces import FormatPieces
+    from pocketllm.kernels.numba.format_pieces import FormatPieces, Lanes, Row
 
 GROUP = 16
 MOST_GROUPS = 4  # in a word
@@ -90,9 +90,8 @@ def numba_encode_groups(head_dim: int) -> Callable[..., Any]:
     groups, (table, midpoints), pack_codes = head_dim // GROUP, numba_levels(), register_jitable(numba_pack(head_dim))
     starts, tries, tiny = tuple(np.float32(start) for start in STARTS), len(STARTS), np.float32(TINY)
 
-    @register_jitable
-    def fit_group(x):  # type: ignore[no-untyped-def]
-        """The scale of the group at address x."""
+    def scale_of_group(x: int) -> Any:
+        """The float32 that fits the group at address x."""
         y, outermost = load_f32x16(x), absmax(x, GROUP) / table[15]
         scale, most = tiny, np.float32(-1)
         for attempt in range(tries):
@@ -104,7 +103,9 @@ def numba_encode_groups(head_dim: int) -> Callable[..., Any]:
                 scale = tiny if fitted < tiny else fitted
         return scale
 
-    def encode(x, packed, word_at):  # type: ignore[no-untyped-def]
+    fit_group = register_jitable(scale_of_group)
+
+    def encode(x: int, packed: int, word_at: int) -> None:
         largest = np.float32(0)
         for g in range(groups):  # the scales wait where the codes will be
             scale = fit_group(x + 64 * g)
@@ -135,11 +136,11 @@ def with_groups(pieces: FormatPieces, load: Callable[..., Any]) -> FormatPieces:
 
     longer, load_levels = np.float32(LONGER), register_jitable(load)
 
-    def load_v(row, i):  # type: ignore[no-untyped-def]
+    def load_v(row: Row, i: int) -> Lanes:
         units = load_i32(row[3]) >> BITS * (i // GROUP) & UNITS
         return load_levels(row[1], i) * splat(np.float32(units))
 
-    def v_scale(row):  # type: ignore[no-untyped-def]
+    def v_scale(row: Row) -> Any:
         return as_float(load_i32(row[3]) >> 1 & 0x7F800000) * longer
 
     return replace(pieces, load_v=load_v, v_scale=v_scale)

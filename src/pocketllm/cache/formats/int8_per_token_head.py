@@ -17,7 +17,7 @@ from pocketllm.cache.formats.rotation import rotate, rotate_back, signs
 from pocketllm.kernels.types import PlaneSpec
 
 if TYPE_CHECKING:
-    from pocketllm.kernels.numba.format_pieces import FormatPieces
+    from pocketllm.kernels.numba.format_pieces import FormatPieces, Lanes
     from pocketllm.kernels.triton.pieces import TritonPieces
 
 
@@ -33,13 +33,13 @@ def numba_int8(head_dim: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     from pocketllm.kernels.numba.simd import load_f32x16, splat, store_f32
     from pocketllm.kernels.numba.vector_math import divide, round_even
 
-    def encode(x, codes, scale_at):  # type: ignore[no-untyped-def]
+    def encode(x: int, codes: int, scale_at: int) -> None:
         scale = absmax(x, head_dim) / np.float32(127.0)
         store_f32(scale_at, scale)
         for i in range(0, head_dim, 16):
             store_i8x16(codes + i, round_even(divide(load_f32x16(x + i * 4), splat(scale))))
 
-    def load(codes, i):  # type: ignore[no-untyped-def]
+    def load(codes: int, i: int) -> Lanes:
         return load_i8x16(codes + i)
 
     return encode, load

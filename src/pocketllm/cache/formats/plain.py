@@ -12,7 +12,7 @@ from pocketllm.cache.formats.base import KVFormat
 from pocketllm.kernels.types import PlaneSpec
 
 if TYPE_CHECKING:
-    from pocketllm.kernels.numba.format_pieces import FormatPieces
+    from pocketllm.kernels.numba.format_pieces import FormatPieces, Lanes, Row
     from pocketllm.kernels.triton.pieces import TritonPieces
 
 
@@ -45,18 +45,18 @@ class Plain(KVFormat):
         }[self.dtype]
         load_f32x16, size = simd.load_f32x16, self.dtype.itemsize
 
-        def encode_row(k, v, row):  # type: ignore[no-untyped-def]
+        def encode_row(k: int, v: int, row: Row) -> None:
             for i in range(0, head_dim, 16):
                 store(row[0] + i * size, load_f32x16(k + i * 4))
                 store(row[1] + i * size, load_f32x16(v + i * 4))
 
-        def load_k(row, i):  # type: ignore[no-untyped-def]
+        def load_k(row: Row, i: int) -> Lanes:
             return load(row[0] + i * size)
 
-        def load_v(row, i):  # type: ignore[no-untyped-def]
+        def load_v(row: Row, i: int) -> Lanes:
             return load(row[1] + i * size)
 
-        def no_scale(row):  # type: ignore[no-untyped-def]
+        def no_scale(row: Row) -> float:
             return 1.0
 
         sizes = tuple(p.nbytes for p in self.planes(head_dim))

@@ -78,7 +78,7 @@ def numba_encode(head_dim: int) -> Callable[..., Any]:
     pack_codes = register_jitable(numba_pack(head_dim))
     tiny, largest = np.float32(TINY), np.float32(OUTERMOST)
 
-    def encode(x, packed, scale_at):  # type: ignore[no-untyped-def]
+    def encode(x: int, packed: int, scale_at: int) -> None:
         squares, extreme = splat(0.0), splat(0.0)
         for i in range(0, head_dim, 16):
             y = load_f32x16(x + i * 4)

@@ -36,6 +36,10 @@ from torch import Tensor
 from pocketllm.kernels.numba.format_simd import load_i64
 from pocketllm.kernels.numba.simd import _call, _load, _pack, f32x16, load_f32
 
+# What mypy calls the types that Numba finds; an address is an int to both.
+Row = tuple[int, ...]  # addresses of a row in each plane
+Lanes = Any  # 16 float32 in a register (f32x16)
+
 
 @dataclass(frozen=True, eq=False)
 class FormatPieces:

@@ -72,28 +72,30 @@ def _add(sums, product, factors):
 
 
 @gluon.jit
-def _store_tile(sums, factors, out, tile, N, num_rows, ROWS: gl.constexpr):
-    """sums [128, 2 ROWS] of high and low parts, times factors [ROWS] or None, in shared memory -> columns of a tile of
-    `out` [M, N]."""
+def _whole(sums, tile, N, num_rows, ROWS: gl.constexpr):
+    """sums [128, 2 ROWS] of high and low parts -> their sums [128, ROWS], their rows' and columns' places in
+    [M, N], and which are of real rows."""
     both = gl.sum(sums.reshape([128, 2, ROWS]), axis=1)
     layout: gl.constexpr = both.type.layout
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     n = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    return both, (m * N)[None, :], (tile * 128 + n)[:, None], (m < num_rows)[None, :]
+
+
+@gluon.jit
+def _store_tile(sums, factors, out, tile, N, num_rows, ROWS: gl.constexpr):
+    """sums (see `_whole`), times factors [ROWS] or None, in shared memory -> columns of a tile of `out` [M, N]."""
+    both, row, column, real = _whole(sums, tile, N, num_rows, ROWS)
     if factors is not None:
-        both = both * factors.load(gl.SliceLayout(0, layout))[None, :]
-    at = out + (m * N)[None, :] + (tile * 128 + n)[:, None]
-    gl.store(at, both.to(out.dtype.element_ty), mask=(m < num_rows)[None, :])
+        both = both * factors.load(gl.SliceLayout(0, both.type.layout))[None, :]
+    gl.store(out + row + column, both.to(out.dtype.element_ty), mask=real)
 
 
 @gluon.jit
 def _send_tile(sums, place, part, tile, N, num_rows, epoch, ROWS: gl.constexpr, RANKS: gl.constexpr):
     """The same without factors, to a tile's columns of a part of inboxes [.., M, N]."""
-    both = gl.sum(sums.reshape([128, 2, ROWS]), axis=1)
-    layout: gl.constexpr = both.type.layout
-    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    n = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
-    at = ((part * num_rows + m) * N)[None, :] + (tile * 128 + n)[:, None]
-    send(both, place, at, (m < num_rows)[None, :], epoch.to(gl.int32), RANKS)
+    both, row, column, real = _whole(sums, tile, N, num_rows, ROWS)
+    send(both, place, part * num_rows * N + row + column, real, epoch.to(gl.int32), RANKS)
 
 
 @gluon.jit

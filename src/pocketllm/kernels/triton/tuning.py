@@ -114,6 +114,7 @@ def attention_config(device: torch.device, head_dim: int, token_bytes: int) -> A
 
 @cache
 def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of compute capability 9.0, which Gluon's Hopper kernels are made for."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
