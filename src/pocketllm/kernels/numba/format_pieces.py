@@ -316,20 +316,20 @@ def scaled_pieces(
     encode_k, encode_v = (register_jitable(f) for f in encode)
     read_k, read_v = (register_jitable(f) for f in load)
 
-    def encode_row(k, v, row):  # type: ignore[no-untyped-def]
+    def encode_row(k: int, v: int, row: Row) -> None:
         encode_k(k, row[0], row[2])
         encode_v(v, row[1], row[3])
 
-    def load_k(row, i):  # type: ignore[no-untyped-def]
+    def load_k(row: Row, i: int) -> Lanes:
         return read_k(row[0], i)
 
-    def load_v(row, i):  # type: ignore[no-untyped-def]
+    def load_v(row: Row, i: int) -> Lanes:
         return read_v(row[1], i)
 
-    def k_scale(row):  # type: ignore[no-untyped-def]
+    def k_scale(row: Row) -> Any:
         return load_f32(row[2])
 
-    def v_scale(row):  # type: ignore[no-untyped-def]
+    def v_scale(row: Row) -> Any:
         return load_f32(row[3])
 
     return FormatPieces(name, head_dim, row_bytes, signs, encode_row, load_k, load_v, k_scale, v_scale)
