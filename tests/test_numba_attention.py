@@ -183,18 +183,6 @@ def test_an_edited_constant_finds_no_old_kernels(name: str, value: float, monkey
     assert fmt.numba_pieces(64).key != before
 
 
-@pytest.mark.parametrize("head_dim", [48, 64, 128])
-@pytest.mark.parametrize("at", [0, -1])
-def test_a_nan_in_v_is_stored(head_dim: int, at: int) -> None:
-    """Also where the rotation leaves it in one of several groups with scales of their own."""
-    kv = empty_layer(case("turboquant_k8v4", head_dim, 1, 1))
-    k, v = torch.randn(2, 3, 1, head_dim)
-    v[1, 0, at] = float("nan")
-    attention.append(kv, k, v, torch.zeros(3, dtype=torch.int32), torch.arange(3))
-    got = reference.dequantize(kv, 0, 3)[1][:, 0].isnan()
-    assert got.all(-1).tolist() == got.any(-1).tolist() == [False, True, False]
-
-
 def test_append_stores_what_the_format_defines(world: World) -> None:
     expected = empty_layer(world.case)
     for slot, n in enumerate(LENGTHS):

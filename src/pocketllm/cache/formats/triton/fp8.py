@@ -31,7 +31,8 @@ def _store(codes, scales, row, x, D: tl.constexpr, DP: tl.constexpr):
         most = tl.where(better, explained, most)
     product = tl.maximum(tl.sum(x * best, axis=0), _TINY)
     tl.store(codes + row * D + d, best.to(tl.float8e4nv), mask=d < D)
-    tl.store(scales + row, tl.maximum(tl.sum(x * x, axis=0) / product, _TINY))
+    scale = tl.sum(x * x, axis=0) / product
+    tl.store(scales + row, tl.where(scale < _TINY, _TINY, scale))  # NaN stays
 
 
 @triton.jit

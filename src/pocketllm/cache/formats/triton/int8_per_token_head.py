@@ -16,7 +16,8 @@ from pocketllm.kernels.triton.storage import load_plane
 @triton.jit
 def store_int8(codes, scales, row, x, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-12) / 127.0
+    largest = tl.max(tl.abs(x), axis=0) + tl.sum(0.0 * x, axis=0)  # a maximum passes over NaN
+    scale = tl.where(largest < 1e-12, 1e-12, largest) / 127.0
     y = tl.minimum(tl.maximum(round_even(x / scale), -127.0), 127.0)
     tl.store(codes + row * D + d, y.to(tl.int8), mask=d < D)
     tl.store(scales + row, scale)

@@ -115,7 +115,8 @@ def _store_v4(plane, scales, row, x, D: tl.constexpr, DP: tl.constexpr):
     nearest = nearest_code(x / scale)
     c = nearest - 7.5
     product = tl.sum(tl.where(d < D, x * (c + _CUBIC * c * c * c), 0.0), axis=0)
-    scale = tl.maximum(tl.sum(x * x, axis=0) / tl.maximum(product, 1e-12), 1e-12)
+    scale = tl.sum(x * x, axis=0) / tl.maximum(product, 1e-12)
+    scale = tl.where(scale < 1e-12, 1e-12, scale)  # NaN stays
     store_codes(plane, row, nearest, D, DP)
     tl.store(scales + row, scale)
 
