@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,12 +21,12 @@ from engines import engine, feed, prompt
 from pocketllm.kernels import reference
 from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.protocol import Cross
-from pocketllm.kernels.triton.bridge import GROUPS, SIZES, num_parts
+from pocketllm.kernels.triton.bridge import ADDED_ROWS, GROUPS, SIZES, num_parts, own_pairs
 from pocketllm.kernels.triton.linear_tuning import linear_table
 from pocketllm.kernels.triton.pairs import round_e4m3, to_pairs, weight_pairs
 from pocketllm.kernels.triton.quantize import times_sigmoid
 from pocketllm.kernels.types import Bridge, LinearWeight, Paired
-from pocketllm.parallel import Summands
+from pocketllm.parallel import SMALL_BATCH, Summands
 from pocketllm.weights.formats import FORMATS, encode
 
 GPU = torch.cuda.is_available()
@@ -116,6 +116,36 @@ def test_every_part_of_a_tile_has_one_writer(tiles: int, units: int, programs: i
             written[tile].append(program - begun)
     assert all(parts == list(range(len(parts))) for parts in written.values())
     assert max(map(len, written.values())) == num_parts(tiles, units, programs)
+
+
+@given(st.integers(1, 400), st.integers(1, 40), st.integers(1, 140))
+@example(136, 20, 132)
+def test_pairs_of_tiles_are_shared_out(pairs: int, units: int, programs: int) -> None:
+    """Every unit has one program. Those of shared pairs come first, at most one part to a program, and in one tile."""
+    from pocketllm.kernels.triton.bridge_pairs import run_of_pairs
+
+    own = own_pairs(2 * pairs, units, programs)
+    if own is None:
+        return
+    count, shared, cut = own
+    assert count * programs + shared == pairs
+    taken = []
+    for program in range(programs):
+        first, begun, jump, total = run_of_pairs.fn(program, own, units)
+        run = [first + i + (0 if i < begun else jump) for i in range(total)]
+        assert begun in (0, cut)
+        assert len({unit // units for unit in run[:begun]}) <= 1
+        assert run[begun:] == list(range(run[begun], run[begun] + 2 * units * count))
+        assert total * programs <= 1.03 * 2 * pairs * units
+        taken += run
+    assert sorted(taken) == list(range(2 * pairs * units))
+    parts = 2 * units * shared // cut
+    assert parts + shared * (SMALL_BATCH // ADDED_ROWS) <= programs  # the last ones add them up
+
+
+def test_programs_of_the_27b_have_pairs_of_their_own() -> None:
+    assert own_pairs(2 * 17408 // 128, 5120 // 256, 132) == (1, 4, 2)
+    assert own_pairs(17408 // 128, 5120 // 256, 132) is None  # a rank of two: fewer pairs than programs
 
 
 @pytest.mark.parametrize("rows", SIZES)

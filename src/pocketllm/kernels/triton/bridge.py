@@ -21,6 +21,8 @@ TILE = 128  # outputs of a product's tiles
 GROUPS = 2  # groups of 128 columns that a program takes at a time
 UNIT = 128 * GROUPS  # columns
 MOST_HIDDEN = 16384  # a program adds up the squares of all groups of a row at once
+MOST_UNEVEN = 1.03  # units of the program with most of them over the mean, of gate and up in `own_pairs`
+ADDED_ROWS = 8  # that one program adds up of a pair that is left over there
 # rows: (warps that multiply, places in the ring, units of weights on their way)
 SIZES = {8: (8, 6, 2), 16: (8, 5, 2), 32: (8, 4, 2), 64: (8, 3, 2)}
 
@@ -63,16 +65,40 @@ def _cuts(weights: Bridge) -> tuple[list[tuple[int, int]], int]:
     return cuts, min(sms, *(tiles * units for tiles, units in cuts))
 
 
-def parts_of(weights: Bridge) -> list[int]:
-    """How many parts their results have."""
+@cache
+def own_pairs(tiles: int, units: int, programs: int) -> tuple[int, int, int] | None:
+    """How gate's and up's `tiles` tiles are shared out if each program is to have whole pairs of them: pairs of a program,
+    how many are left over, and units of a part of those, of which a program has one at most. None where the program with
+    most units would have too many more than the mean, or too few have no part, who add them up."""
+    own, left = divmod(tiles // 2, programs)
+    parted, adders = 2 * units * left, left * (SMALL_BATCH // ADDED_ROWS)
+    # a part is in one tile, and of as few units as can be
+    cut = next((n for n in range(1, units + 1) if units % n == 0 and parted <= n * (programs - adders)), None)
+    if own == 0 or cut is None or (2 * units * own + (cut if left else 0)) * programs > MOST_UNEVEN * tiles * units:
+        return None
+    return own, left, cut
+
+
+def _own_pairs(weights: Bridge) -> tuple[int, int, int] | None:
     cuts, programs = _cuts(weights)
-    return [num_parts(tiles, units, programs) for tiles, units in cuts]
+    return own_pairs(*cuts[1], programs)
+
+
+def parts_of(weights: Bridge) -> list[int]:
+    """How many parts tiles' results have; with `own_pairs`, those of the pairs that are left over."""
+    (out, gate_up, down), programs = _cuts(weights)
+    own = _own_pairs(weights)
+    of_gate_up = num_parts(*gate_up, programs) if own is None else gate_up[1] // own[2]
+    return [num_parts(*out, programs), of_gate_up, num_parts(*down, programs)]
 
 
 def _most_units(weights: Bridge, last_tiles: int) -> tuple[int, ...]:
     """Of each product, the units that one program has at most, rounded up to a power of two."""
     cuts, programs = _cuts(weights)
     counts = [-(-tiles * units // programs) for tiles, units in cuts]
+    own = _own_pairs(weights)
+    if own is not None:
+        counts[1] = 2 * cuts[1][1] * own[0] + own[2]
     counts.append(-(-max(last_tiles, 1) // programs) * (weights.out.shape[0] // UNIT))
     return tuple(triton.next_power_of_2(n) for n in counts)
 
@@ -131,8 +157,9 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
     def scratch(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    last, small = weights.next_norm is None, len(weights.next_in) == 2
-    outs, gated = scratch(parts[0], num_rows, hidden), scratch(parts[1], num_rows, 2 * inner)  # (or parts are sent)
+    last, small, own = weights.next_norm is None, len(weights.next_in) == 2, _own_pairs(weights)
+    outs = scratch(parts[0], num_rows, hidden)  # (or parts are sent)
+    gated = scratch(parts[1], num_rows, 2 * inner if own is None else 2 * TILE * own[1])
     of_downs = parts[2], num_rows, hidden
     # of the last block, whoever reads the parts adds up all ranks'
     downs = places[1].room(of_downs, torch.float32) if places and last else scratch(*of_downs)
@@ -158,7 +185,7 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
         sync, *mail, rank, num_rows, tiles, small_tiles, weights.eps,
         H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, FLIGHT=flight,
         GROUPS=GROUPS,
-        PARTS=tuple(parts), RANKS=num_ranks, MOST=_most_units(weights, tiles + small_tiles),
+        PARTS=tuple(parts), RANKS=num_ranks, MOST=_most_units(weights, tiles + small_tiles), OWN=own,
         num_warps=warps, launch_pdl=True,
     )  # fmt: skip
     return [downs] if last else [out, out_small] if small else [out]

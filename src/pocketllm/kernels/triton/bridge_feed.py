@@ -8,7 +8,8 @@ kernel's start nor between two products. Each group of columns of the rows is as
 
 No more than FLIGHT units are on their way at a time. With a whole ring of them, whatever else goes to memory and back stands
 behind 4 us of weights: parts, counters and flags, five times between two products. (A step of 27B at one slot on an H200,
-`gpu_families.py --rings`: 7.39 ms with 2 of 6 on their way, 7.61 with 3, 8.05 with 1.)
+`gpu_families.py --rings`: 7.39 ms with 2 of 6 on their way, 7.61 with 3, 8.05 with 1.) Where a program has hardly more than
+a tile of gate and up, as in a rank of two, half of them have nothing of the last product: the others take more at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from pocketllm.kernels.triton.gluon_pieces import load_acquire, wait_for_flags, wait_for_kernels
+
+
+@gluon.jit
+def unit_at(PRODUCT: gl.constexpr, plan, i):
+    """The i-th unit of this program's run of a product's. A run of gate and up may have two pieces (`bridge_pairs`)."""
+    _, firsts, _, _, _, pieces = plan
+    shared, jump = pieces
+    if PRODUCT == 1:
+        return firsts[1] + i + gl.where(i < shared, 0, jump)
+    return firsts[PRODUCT] + i
 
 
 @gluon.jit
@@ -42,7 +53,7 @@ def _fetch_unit(PRODUCT: gl.constexpr, plan, unit, smem, bar, SIZES: gl.constexp
     """A tile's 128 rows and the columns of a unit, as tiles of 128 columns."""
     UNITS_K: gl.constexpr = SIZES[0][PRODUCT]
     k, tile = unit_k(unit, UNITS_K, SIZES[1][PRODUCT]) * SIZES[2], unit // UNITS_K
-    weights, _, _, in_tiles, _ = plan
+    weights, _, _, in_tiles, _, _ = plan
     if PRODUCT < 3:
         tma.async_copy_global_to_shared(weights[PRODUCT], [k, weight_tile(PRODUCT, tile, SIZES) * 128, 0], bar, smem)
     elif tile < in_tiles:
@@ -54,30 +65,37 @@ def _fetch_unit(PRODUCT: gl.constexpr, plan, unit, smem, bar, SIZES: gl.constexp
 @gluon.jit
 def _fetch_weight(g, plan, smem, bar, SIZES: gl.constexpr):
     """Asks for the g-th of all units that this program reads."""
-    _, firsts, ends, _, _ = plan
+    ends = plan[2]
     if g < ends[0]:
-        _fetch_unit(0, plan, firsts[0] + g, smem, bar, SIZES)
+        _fetch_unit(0, plan, unit_at(0, plan, g), smem, bar, SIZES)
     elif g < ends[1]:
-        _fetch_unit(1, plan, firsts[1] + g - ends[0], smem, bar, SIZES)
+        _fetch_unit(1, plan, unit_at(1, plan, g - ends[0]), smem, bar, SIZES)
     elif g < ends[2]:
-        _fetch_unit(2, plan, firsts[2] + g - ends[1], smem, bar, SIZES)
+        _fetch_unit(2, plan, unit_at(2, plan, g - ends[1]), smem, bar, SIZES)
     else:
-        _fetch_unit(3, plan, firsts[3] + g - ends[2], smem, bar, SIZES)
+        _fetch_unit(3, plan, unit_at(3, plan, g - ends[2]), smem, bar, SIZES)
 
 
 @gluon.jit
-def feed_weights(plan, ring, STAGES: gl.constexpr, FLIGHT: gl.constexpr, NBYTES: gl.constexpr, SIZES: gl.constexpr):
-    """All units of weights of this program, in order, as soon as there is room. plan: see `bridge_kernel`.
+def feed_weights(
+    plan, ring, STAGES: gl.constexpr, FLIGHT: gl.constexpr, NBYTES: gl.constexpr, FREE: gl.constexpr, SIZES: gl.constexpr
+):  # fmt: skip
+    """All units of weights of this program, in order, as soon as there is room. plan: see `bridge_kernel`. FREE: any number
+    may be on its way inside of the second product and the last.
 
     ring: shared memory of weights, rows and their scales, and of each place three barriers: weights are there, rows are
     there, all is read. NBYTES: of a unit's weights, and of its rows with scales.
     """
     w_smem, _, _, weights_here, _, all_read = ring
-    for g in range(plan[2][3]):
+    ends = plan[2]
+    for g in range(ends[3]):
         place = g % STAGES
         mbarrier.wait(all_read.index(place), (g // STAGES & 1) ^ 1)  # at once, the first time round
         before = gl.maximum(g - FLIGHT, 0)
-        mbarrier.wait(weights_here.index(before % STAGES), before // STAGES & 1, pred=g >= FLIGHT)
+        few = g >= FLIGHT
+        if FREE:
+            few = few & ((g < ends[0] + STAGES) | ((g > ends[1] - STAGES) & (g < ends[2] + STAGES)))
+        mbarrier.wait(weights_here.index(before % STAGES), before // STAGES & 1, pred=few)
         mbarrier.expect(weights_here.index(place), NBYTES[0])
         _fetch_weight(g, plan, w_smem.index(place), weights_here.index(place), SIZES)
 
@@ -88,12 +106,12 @@ def _feed_product(
     SIZES: gl.constexpr,
 ):  # fmt: skip
     """The rows of a product's units. made [FLAGS]: of each group of 128 columns of rows, or None."""
-    _, firsts, ends, _, _ = plan
+    ends = plan[2]
     _, x_smem, scales_smem, _, rows_here, all_read = ring
     base = ends[PRODUCT - 1] if PRODUCT > 0 else 0
     all_made = made is None
     for g in range(base, ends[PRODUCT]):
-        k = unit_k(firsts[PRODUCT] + g - base, SIZES[0][PRODUCT], SIZES[1][PRODUCT]) * SIZES[2]
+        k = unit_k(unit_at(PRODUCT, plan, g - base), SIZES[0][PRODUCT], SIZES[1][PRODUCT]) * SIZES[2]
         if made is not None:
             if not all_made:
                 all_made = wait_for_flags(made, FLAGS, k, k + SIZES[2], epoch, 1)
@@ -113,8 +131,8 @@ def feed_rows(
     """The rows that go with them. rows: descriptors of a `Paired`'s codes and scales, of the first product, of the second
     and the last, and of the third; made: flags of the last three."""
     wait_for_kernels()
-    epoch = load_acquire(own) + 1
-    _feed_product(0, plan, rows[0], None, 0, epoch, ring, STAGES, NBYTES, SIZES)
+    _feed_product(0, plan, rows[0], None, 0, 0, ring, STAGES, NBYTES, SIZES)
+    epoch = load_acquire(own) + 1  # only now, as it takes as long as the first rows
     _feed_product(1, plan, rows[1], made[0], H // 128, epoch, ring, STAGES, NBYTES, SIZES)
     _feed_product(2, plan, rows[2], made[1], I // 128, epoch, ring, STAGES, NBYTES, SIZES)
     _feed_product(3, plan, rows[1], made[2], H // 128, epoch, ring, STAGES, NBYTES, SIZES)

@@ -20,10 +20,19 @@ def _rows_at_a_time(pairs):
 
 @gluon.constexpr_function
 def _columns_of(warps, ranks):
-    """How threads share rows of 128 columns. Words for other ranks are stored one by one, so neighbours in memory must be of
-    neighbouring threads, or each takes a packet of its own through the link."""
+    """How threads share rows of 128 columns, of however many rows: sums over columns are in its order. Words for other ranks
+    are stored one by one, so neighbours in memory must be of neighbouring threads, or each takes a packet of its own through
+    the link."""
     if ranks > 1:
         return gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def columns_without_sums(rows, warps):
+    """The same where no sum depends on it: few rows are shared by all warps."""
+    if rows <= warps:
+        return gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0])
     return gl.BlockedLayout([1, 8], [2, 16], [warps, 1], [1, 0])
 
 
@@ -109,27 +118,31 @@ def add_and_norm(
 
 
 @gluon.jit
+def silu_times(gate, up):
+    return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit
 def gate_times_up(
-    group, parts, gate_count, up_count, factors, codes, scales, num_rows,
-    I: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, WARPS: gl.constexpr,
+    group, gates, gate_count, ups, up_count, width, factors, codes, scales, first, end, num_rows,
+    I: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Of a group of 128 columns: parts [.., M, 2 I], times the rows' factors (in shared memory) -> pairs of
-    silu(gate) * up, [M, I]."""
-    ROWS: gl.constexpr = _rows_at_a_time(PAIRS)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    """Of rows first .. end - 1, ROWS at a time, and a group of 128 columns: parts of gate and up [.., M, width], times the
+    rows' factors (in shared memory) -> pairs of silu(gate) * up, [M, I]. gates, ups: where the group's columns begin."""
+    layout: gl.constexpr = columns_without_sums(ROWS, WARPS)
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    column = group * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
     kept = factors._reinterpret(gl.float32, [factors.shape[0] // ROWS, ROWS], factors.layout)
-    stride = num_rows * (2 * I)
-    for start in range(0, num_rows, ROWS):
+    stride = num_rows * width
+    for start in range(first, end, ROWS):
         row = start + r
         real = row < num_rows
-        at = (row * (2 * I))[:, None] + column[None, :]
+        at = (row * width)[:, None] + column[None, :]
         factor = kept.index(start // ROWS).load(gl.SliceLayout(1, layout))
-        gate = _sum_of_parts(parts, gate_count, stride, at, real, PARTS, [ROWS, 128], layout)
-        up = _sum_of_parts(parts + I, up_count, stride, at, real, PARTS, [ROWS, 128], layout)
+        gate = _sum_of_parts(gates, gate_count, stride, at, real, PARTS, [ROWS, 128], layout)
+        up = _sum_of_parts(ups, up_count, stride, at, real, PARTS, [ROWS, 128], layout)
         gate, up = gate * factor[:, None], up * factor[:, None]
-        store_pairs(codes, scales, gate / (1.0 + gl.exp(-gate)) * up, row, real, group, I, PAIRS, layout)
+        store_pairs(codes, scales, silu_times(gate, up), row, real, group, I, PAIRS, layout)
     publish()
 
 
@@ -149,7 +162,9 @@ def finish_tile(
         _, gates = programs_of(2 * group, K, units)
         _, ups = programs_of(2 * group + 1, K, units)
         if is_last(counters + group, gates + ups):
-            gate_times_up(group, parts[1], gates, ups, factors, inner[0], inner[1], num_rows, I, PARTS[1], PAIRS, WARPS)
+            columns = parts[1] + group * 128
+            gate_times_up(group, columns, gates, columns + I, ups, 2 * I, factors, inner[0], inner[1], 0, num_rows, num_rows,
+                          I, PARTS[1], PAIRS, _rows_at_a_time(PAIRS), WARPS)  # fmt: skip
             raise_flag(flags + group, epoch)
     else:
         first, count = programs_of(tile, K, H // 128 * K)

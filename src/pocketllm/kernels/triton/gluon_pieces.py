@@ -64,6 +64,20 @@ def is_last(counter, expected):
 
 
 @gluon.jit
+def arrive(counter):
+    """One more has come: what this program has written can be read by who has waited for it (`wait_for_count`)."""
+    gl.thread_barrier()
+    gl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def wait_for_count(counter, count):
+    """Returns once a counter [] int64 is no less than count."""
+    while load_acquire(counter) < count:
+        pass
+
+
+@gluon.jit
 def raise_flag(flag, value):
     """Says that what this program has written can be read (by the copy engine, if it has also called `publish`)."""
     gl.thread_barrier()
