@@ -1,12 +1,12 @@
 """Where the time of a pass goes on one GPU, by family of kernels.
 
     python benchmarks/gpu_families.py [--model NAME] [--cases 1x1024,8x1024,...] [--prefill N] [--variants]
-                                      [--rings 8x4x4,8x4x2,8x6x2]
+                                      [--rings 8x6x6x2,8x4x4x2]
 
 Decode passes are CUDA graphs, whose kernels overlap at their ends: a family's time is what the graph takes less when the
 family is left out (its results are then whatever is in memory). Prefill: the device's time inside each operation. With
 --variants, the same decode passes with every setting of early launch; with --rings, with bridges of so many warps, places in
-the ring and units of weights on their way.
+the ring for weights and for rows, and units of weights on their way.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ UNIT = 128 * GROUPS  # columns
 MOST_HIDDEN = 16384  # a program adds up the squares of all groups of a row at once
 MOST_UNEVEN = 1.03  # units of the program with most of them over the mean, of gate and up in `own_pairs`
 ADDED_ROWS = 8  # that one program adds up of a pair that is left over there
-# rows: (warps that multiply, places in the ring, units of weights on their way)
-SIZES = {8: (8, 6, 2), 16: (8, 5, 2), 32: (8, 4, 2), 64: (8, 3, 2)}
+# rows: (warps that multiply, places in the ring of units of weights and of rows, units of weights on their way)
+SIZES = {8: (8, 6, 6, 2), 16: (8, 6, 2, 2), 32: (8, 5, 2, 2), 64: (8, 3, 3, 2)}
 
 
 def bridge(weights: Bridge, num_rows: int, dtype: object, places: Sequence[Place] = ()) -> Cross | None:
@@ -150,7 +150,7 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
     x = x if isinstance(x, Paired) else to_pairs(cast(Tensor, x))
     (num_rows, width), hidden, device, dtype = x.shape, residual.shape[1], residual.device, residual.dtype
     inner, pairs = weights.down.shape[1], len(x.codes)
-    warps, stages, flight = SIZES[pairs // 2]
+    warps, *in_ring, flight = SIZES[pairs // 2]
     programs, parts = _cuts(weights)[1], parts_of(weights)
     normed, product = room_for_pairs(num_rows, hidden, dtype, device), room_for_pairs(num_rows, inner, dtype, device)
 
@@ -183,7 +183,7 @@ def _cross(weights: Bridge, places: Sequence[Place], x: Activations, residual: T
         *_rows_of(x), *planes, residual, weights.norm, weights.norm if last else weights.next_norm, *rows,
         scratch(num_rows, hidden // TILE), outs, gated, downs, out, out_small,
         sync, *mail, rank, num_rows, tiles, small_tiles, weights.eps,
-        H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, STAGES=stages, FLIGHT=flight,
+        H=hidden, A=width, I=inner, ROWS=pairs // 2, WARPS=warps, PLACES=tuple(in_ring), FLIGHT=flight,
         GROUPS=GROUPS,
         PARTS=tuple(parts), RANKS=num_ranks, MOST=_most_units(weights, tiles + small_tiles), OWN=own,
         num_warps=warps, launch_pdl=True,

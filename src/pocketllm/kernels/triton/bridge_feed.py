@@ -78,36 +78,38 @@ def _fetch_weight(g, plan, smem, bar, SIZES: gl.constexpr):
 
 @gluon.jit
 def feed_weights(
-    plan, ring, STAGES: gl.constexpr, FLIGHT: gl.constexpr, NBYTES: gl.constexpr, FREE: gl.constexpr, SIZES: gl.constexpr
+    plan, ring, FLIGHT: gl.constexpr, NBYTES: gl.constexpr, FREE: gl.constexpr, SIZES: gl.constexpr
 ):  # fmt: skip
     """All units of weights of this program, in order, as soon as there is room. plan: see `bridge_kernel`. FREE: any number
     may be on its way inside of the second product and the last.
 
-    ring: shared memory of weights, rows and their scales, and of each place three barriers: weights are there, rows are
-    there, all is read. NBYTES: of a unit's weights, and of its rows with scales.
+    ring: shared memory of weights, rows and their scales, each with places of its own, and barriers of these: weights are
+    there, rows are there, weights are read, rows are read. NBYTES: of a unit's weights, and of its rows with scales.
     """
-    w_smem, _, _, weights_here, _, all_read = ring
+    w_smem, _, _, weights_here, _, weights_read, _ = ring
+    PLACES: gl.constexpr = w_smem.shape[0]
     ends = plan[2]
     for g in range(ends[3]):
-        place = g % STAGES
-        mbarrier.wait(all_read.index(place), (g // STAGES & 1) ^ 1)  # at once, the first time round
+        place = g % PLACES
+        mbarrier.wait(weights_read.index(place), (g // PLACES & 1) ^ 1)  # at once, the first time round
         before = gl.maximum(g - FLIGHT, 0)
         few = g >= FLIGHT
         if FREE:
-            few = few & ((g < ends[0] + STAGES) | ((g > ends[1] - STAGES) & (g < ends[2] + STAGES)))
-        mbarrier.wait(weights_here.index(before % STAGES), before // STAGES & 1, pred=few)
+            few = few & ((g < ends[0] + PLACES) | ((g > ends[1] - PLACES) & (g < ends[2] + PLACES)))
+        mbarrier.wait(weights_here.index(before % PLACES), before // PLACES & 1, pred=few)
         mbarrier.expect(weights_here.index(place), NBYTES[0])
         _fetch_weight(g, plan, w_smem.index(place), weights_here.index(place), SIZES)
 
 
 @gluon.jit
 def _feed_product(
-    PRODUCT: gl.constexpr, plan, rows, made, FLAGS: gl.constexpr, epoch, ring, STAGES: gl.constexpr, NBYTES: gl.constexpr,
+    PRODUCT: gl.constexpr, plan, rows, made, FLAGS: gl.constexpr, epoch, ring, NBYTES: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
     """The rows of a product's units. made [FLAGS]: of each group of 128 columns of rows, or None."""
     ends = plan[2]
-    _, x_smem, scales_smem, _, rows_here, all_read = ring
+    _, x_smem, scales_smem, _, rows_here, _, rows_read = ring
+    PLACES: gl.constexpr = x_smem.shape[0]
     base = ends[PRODUCT - 1] if PRODUCT > 0 else 0
     all_made = made is None
     for g in range(base, ends[PRODUCT]):
@@ -115,8 +117,8 @@ def _feed_product(
         if made is not None:
             if not all_made:
                 all_made = wait_for_flags(made, FLAGS, k, k + SIZES[2], epoch, 1)
-        place = g % STAGES
-        mbarrier.wait(all_read.index(place), (g // STAGES & 1) ^ 1)
+        place = g % PLACES
+        mbarrier.wait(rows_read.index(place), (g // PLACES & 1) ^ 1)
         bar = rows_here.index(place)
         mbarrier.expect(bar, NBYTES[1])
         tma.async_copy_global_to_shared(rows[0], [k, 0, 0], bar, x_smem.index(place))
@@ -125,14 +127,13 @@ def _feed_product(
 
 @gluon.jit
 def feed_rows(
-    plan, rows, made, own, ring, H: gl.constexpr, I: gl.constexpr, STAGES: gl.constexpr, NBYTES: gl.constexpr,
-    SIZES: gl.constexpr,
+    plan, rows, made, own, ring, H: gl.constexpr, I: gl.constexpr, NBYTES: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """The rows that go with them. rows: descriptors of a `Paired`'s codes and scales, of the first product, of the second
     and the last, and of the third; made: flags of the last three."""
     wait_for_kernels()
-    _feed_product(0, plan, rows[0], None, 0, 0, ring, STAGES, NBYTES, SIZES)
+    _feed_product(0, plan, rows[0], None, 0, 0, ring, NBYTES, SIZES)
     epoch = load_acquire(own) + 1  # only now, as it takes as long as the first rows
-    _feed_product(1, plan, rows[1], made[0], H // 128, epoch, ring, STAGES, NBYTES, SIZES)
-    _feed_product(2, plan, rows[2], made[1], I // 128, epoch, ring, STAGES, NBYTES, SIZES)
-    _feed_product(3, plan, rows[1], made[2], H // 128, epoch, ring, STAGES, NBYTES, SIZES)
+    _feed_product(1, plan, rows[1], made[0], H // 128, epoch, ring, NBYTES, SIZES)
+    _feed_product(2, plan, rows[2], made[1], I // 128, epoch, ring, NBYTES, SIZES)
+    _feed_product(3, plan, rows[1], made[2], H // 128, epoch, ring, NBYTES, SIZES)

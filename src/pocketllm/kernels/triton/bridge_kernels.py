@@ -36,7 +36,7 @@ from pocketllm.kernels.triton.bridge_feed import feed_rows, feed_weights, unit_a
 from pocketllm.kernels.triton.bridge_pairs import multiply_pairs, run_of_pairs
 from pocketllm.kernels.triton.bridge_ranks import open_place, sends_parts
 from pocketllm.kernels.triton.bridge_sums import finish_tile, programs_of
-from pocketllm.kernels.triton.bridge_units import add_unit, clear_tile, keep_factors, next_place, send_tile, store_tile
+from pocketllm.kernels.triton.bridge_units import add_unit, clear_tile, keep_factors, send_tile, store_tile
 from pocketllm.kernels.triton.gluon_pieces import launch_dependents, load_acquire, wait_for_kernels
 
 
@@ -72,7 +72,7 @@ def keep_scales(PRODUCT: gl.constexpr, scales, plan, smem, WARPS: gl.constexpr, 
 @gluon.jit
 def multiply(
     PRODUCT: gl.constexpr, kept, out, plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, N,
-    H: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
     RANKS: gl.constexpr, PARTS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """This program's units of a product [M, N]; kept: their scales (`keep_scales`). A tile's part goes to its place among
@@ -90,15 +90,14 @@ def multiply(
     _, _, ends, in_tiles, tiles, _ = plan
     squares, flags = vectors[5], meetings[1]
     base = ends[PRODUCT - 1] if PRODUCT > 0 else 0
-    count, place, parity = ends[PRODUCT] - base, base % STAGES, base // STAGES & 1
+    count = ends[PRODUCT] - base
     nothing = gl.zeros([128, PAIRS], gl.float32, layout)
     sums = nothing
     normed = gl.to_tensor(0)  # whether the rows' factors are there
     for i in range(count):
         unit = unit_at(PRODUCT, plan, i)
         tile = unit // K
-        sums = add_unit(sums, nothing, kept, i, ring, place, parity, GROUPS, ROWS)
-        place, parity = next_place(place, parity, STAGES)
+        sums = add_unit(sums, nothing, kept, i, ring, base + i, GROUPS, ROWS)
         stop = (unit + 1) % K == 0
         if PRODUCT % 2 == 1:  # when all squares have long been there, but not at the end, which others wait for
             if (normed == 0) & (stop | (2 * (i + 1) >= count)):
@@ -136,7 +135,7 @@ def multiply(
 @gluon.jit
 def work(
     plan, ring, kept, scales, outs, factors, vectors, meetings, own, inboxes, stop, rank, num_rows, eps,
-    H: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
     RANKS: gl.constexpr, PARTS: gl.constexpr, SIZES: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """What all warps do but the two that feed them.
@@ -152,17 +151,17 @@ def work(
     wait_for_kernels()
     epoch = load_acquire(own) + 1
     multiply(0, kept[0], vectors[0][0], plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, H,
-             H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
+             H, I, ROWS, WARPS, RANKS, PARTS, SIZES)  # fmt: skip
     if OWN is None:
         multiply(1, kept[1], vectors[0][1], plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch,
-                 2 * I, H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
+                 2 * I, H, I, ROWS, WARPS, RANKS, PARTS, SIZES)  # fmt: skip
     else:
         multiply_pairs(kept[1], vectors[0][1], plan, ring, factors, vectors, meetings, num_rows, eps, epoch, H, I, ROWS,
-                       WARPS, STAGES, PARTS[1], SIZES, OWN)  # fmt: skip
+                       WARPS, PARTS[1], SIZES, OWN)  # fmt: skip
     multiply(2, kept[2], vectors[0][2], plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, H,
-             H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
+             H, I, ROWS, WARPS, RANKS, PARTS, SIZES)  # fmt: skip
     multiply(3, kept[3], outs, plan, ring, factors, vectors, meetings, places, rank, num_rows, eps, epoch, plan[4] * 128,
-             H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES)  # fmt: skip
+             H, I, ROWS, WARPS, RANKS, PARTS, SIZES)  # fmt: skip
     gl.store(own, epoch)
 
 
@@ -172,7 +171,7 @@ def bridge_kernel(
     normed, normed_s, normed_codes, normed_scales, inner, inner_s, inner_codes, inner_scales, squares, parts_out,
     parts_inner, parts_down, out, out_small, sync, out_inboxes, down_inboxes, stop, rank, num_rows, in_tiles, small_tiles,
     eps,
-    H: gl.constexpr, A: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    H: gl.constexpr, A: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PLACES: gl.constexpr,
     FLIGHT: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr, RANKS: gl.constexpr, MOST: gl.constexpr,
     OWN: gl.constexpr,
 ):  # fmt: skip
@@ -180,7 +179,7 @@ def bridge_kernel(
     [N / 128, K / 128]. x, normed, inner: the same of the codes of `Paired`s of widths A, H and I, with all rows in a block;
     *_s: of their scales, in blocks of GROUPS. The last two also come as pointers, to be written. in_tiles: N / 128 of
     w_in, 0 after the last block. small_tiles: 2, the high and low part of a matrix of up to 128 outputs, or 0.
-    STAGES: places in the ring; FLIGHT: units of weights that are on their way at a time. PARTS: most parts of a tile of
+    PLACES: in the ring, of weights and of rows; FLIGHT: units of weights that are on their way at a time. PARTS: most parts of a tile of
     the first three products. MOST: units of a program of each, at most, a power of two.
     sync int64: of each program how many kernels it has been in; of each tile of the first three products (gate and up
     together) a counter; and of each a flag.
@@ -190,12 +189,15 @@ def bridge_kernel(
     SIZES: gl.constexpr = ((A // K, H // K, I // K, H // K), (0, 0 if OWN is None else 3, 0, 3), GROUPS)
     PAIRS: gl.constexpr = 2 * ROWS
     NBYTES: gl.constexpr = (GROUPS * 128 * 128, GROUPS * (128 + 4) * PAIRS)
-    w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, GROUPS, 128, 128], w_out.layout)
-    x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, GROUPS, PAIRS, 128], x.layout)
-    scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, GROUPS, PAIRS], x_s.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    rows_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    WEIGHTS: gl.constexpr = PLACES[0]
+    ROWS_HERE: gl.constexpr = PLACES[1]
+    w_smem = gl.allocate_shared_memory(gl.float8e4nv, [PLACES[0], GROUPS, 128, 128], w_out.layout)
+    x_smem = gl.allocate_shared_memory(gl.float8e4nv, [PLACES[1], GROUPS, PAIRS, 128], x.layout)
+    scales_smem = gl.allocate_shared_memory(gl.float32, [PLACES[1], GROUPS, PAIRS], x_s.layout)
+    weights_here = gl.allocate_shared_memory(gl.int64, [PLACES[0], 1], mbarrier.MBarrierLayout())
+    weights_read = gl.allocate_shared_memory(gl.int64, [PLACES[0], 1], mbarrier.MBarrierLayout())
+    rows_here = gl.allocate_shared_memory(gl.int64, [PLACES[1], 1], mbarrier.MBarrierLayout())
+    rows_read = gl.allocate_shared_memory(gl.int64, [PLACES[1], 1], mbarrier.MBarrierLayout())
     factors = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     kept = ()
@@ -221,13 +223,15 @@ def bridge_kernel(
     # What is read: first unit and end of each product's run (for the second see `unit_at`); tiles of the last's wide matrix,
     # and of both.
     plan = (weights, (first0, first1, first2, first3), (end0, end1, end2, end3), in_tiles, tiles, (shared, jump))
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(rows_full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    for s in gl.static_range(WEIGHTS):
+        mbarrier.init(weights_here.index(s), count=1)
+        mbarrier.init(weights_read.index(s), count=1)
+    for s in gl.static_range(ROWS_HERE):
+        mbarrier.init(rows_here.index(s), count=1)
+        mbarrier.init(rows_read.index(s), count=1)
     fence_async_shared()
     launch_dependents()
-    ring = (w_smem, x_smem, scales_smem, full, rows_full, empty)
+    ring = (w_smem, x_smem, scales_smem, weights_here, rows_here, weights_read, rows_read)
     rows = ((x, x_s), (normed, normed_s), (inner, inner_s))
     scales = ((s_out,), (s_gate_up,), (s_down,), (s_in, s_small))
     parts, gains = (parts_out, parts_inner, parts_down), (gain1, gain2)
@@ -240,9 +244,9 @@ def bridge_kernel(
     gl.warp_specialize(
         [
             (work, (plan, ring, kept, scales, (out, out_small), factors, vectors, meetings, own, inboxes, stop, rank,
-                    num_rows, eps, H, I, ROWS, WARPS, STAGES, RANKS, PARTS, SIZES, OWN)),
-            (feed_weights, (plan, ring, STAGES, FLIGHT, NBYTES, OWN is None, SIZES)),
-            (feed_rows, (plan, rows, meetings[1], own, ring, H, I, STAGES, NBYTES, SIZES)),
+                    num_rows, eps, H, I, ROWS, WARPS, RANKS, PARTS, SIZES, OWN)),
+            (feed_weights, (plan, ring, FLIGHT, NBYTES, OWN is None, SIZES)),
+            (feed_rows, (plan, rows, meetings[1], own, ring, H, I, NBYTES, SIZES)),
         ],
         [1, 1], [56, 56],
     )  # fmt: skip

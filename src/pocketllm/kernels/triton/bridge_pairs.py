@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from pocketllm.kernels.triton.bridge import ADDED_ROWS
 from pocketllm.kernels.triton.bridge_sums import columns_without_sums, gate_times_up, silu_times
-from pocketllm.kernels.triton.bridge_units import add_unit, keep_factors, next_place, store_tile, whole
+from pocketllm.kernels.triton.bridge_units import add_unit, keep_factors, store_tile, whole
 from pocketllm.kernels.triton.gluon_pieces import arrive, is_last, publish, raise_flag, store_pairs, wait_for_count
 
 _ADDED_ROWS = gl.constexpr(ADDED_ROWS)
@@ -79,15 +79,17 @@ def _add_shared(
         gate_times_up(group, columns, PARTS, columns + 128, PARTS, width, factors, vectors[0], vectors[1], first,
                       gl.minimum(num_rows, first + _ADDED_ROWS), num_rows, I, PARTS, 2 * ROWS, _ADDED_ROWS,
                       WARPS)  # fmt: skip
-        if is_last(counters + OWN[1] + group, ADDERS):
+        if ADDERS == 1:
+            raise_flag(flags + group, epoch)
+        elif is_last(counters + OWN[1] + group, ADDERS):
             raise_flag(flags + group, epoch)
 
 
 @gluon.jit
 def multiply_pairs(
     kept, parts, plan, ring, factors, vectors, meetings, num_rows, eps, epoch,
-    H: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, SIZES: gl.constexpr, OWN: gl.constexpr,
+    H: gl.constexpr, I: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
+    SIZES: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """As `bridge_kernels.multiply` of the second product. parts [PARTS, M, 256 * shared pairs]; OWN: see `run_of_pairs`."""
     K: gl.constexpr = SIZES[0][1]
@@ -98,13 +100,11 @@ def multiply_pairs(
     shared, jump = pieces
     inner, squares = vectors[4], vectors[5]
     counters, flags = meetings[0][1], meetings[1]
-    place, parity = ends[0] % STAGES, ends[0] // STAGES & 1
     nothing = gl.zeros([128, 2 * ROWS], gl.float32, layout)
     width = 256 * OWN[1]
     sums = nothing
     for i in range(shared):
-        sums = add_unit(sums, nothing, kept, i, ring, place, parity, GROUPS, ROWS)
-        place, parity = next_place(place, parity, STAGES)
+        sums = add_unit(sums, nothing, kept, i, ring, ends[0] + i, GROUPS, ROWS)
     if shared > 0:
         tile, part = firsts[1] // K, firsts[1] % K // OWN[2]
         store_tile(sums, None, parts + part * num_rows * width, tile, width, num_rows, ROWS)
@@ -113,16 +113,14 @@ def multiply_pairs(
         begun = shared + 2 * pair * K
         sums = nothing
         for i in range(begun, begun + K):
-            sums = add_unit(sums, nothing, kept, i, ring, place, parity, GROUPS, ROWS)
-            place, parity = next_place(place, parity, STAGES)
+            sums = add_unit(sums, nothing, kept, i, ring, ends[0] + i, GROUPS, ROWS)
         gate = whole(sums, ROWS)
         if pair == 0:
             keep_factors(factors, squares, flags[0], num_rows, eps, epoch, H, ROWS, WARPS)
             _add_shared(parts, width, inner, factors, counters, flags[1], num_rows, epoch, I, ROWS, WARPS, PARTS, OWN)
         sums = nothing
         for i in range(begun + K, begun + 2 * K):
-            sums = add_unit(sums, nothing, kept, i, ring, place, parity, GROUPS, ROWS)
-            place, parity = next_place(place, parity, STAGES)
+            sums = add_unit(sums, nothing, kept, i, ring, ends[0] + i, GROUPS, ROWS)
         group = (firsts[1] + begun + jump) // (2 * K)
         _store_pairs_of(gate, whole(sums, ROWS), factors, inner[0], inner[1], group, num_rows, I, ROWS, WARPS)
         raise_flag(flags[1] + group, epoch)

@@ -23,18 +23,19 @@ def _tile(smem, place, group: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.const
 
 
 @gluon.jit
-def _start(ring, place, group: gl.constexpr, PAIRS: gl.constexpr, nothing, GROUPS: gl.constexpr):
+def _start(ring, g, group: gl.constexpr, PAIRS: gl.constexpr, nothing, GROUPS: gl.constexpr):
     """A group's product, on its way."""
-    w_smem, x_smem, _, _, _, _ = ring
-    w, x = _tile(w_smem, place, group, 128, GROUPS), _tile(x_smem, place, group, PAIRS, GROUPS).permute((1, 0))
+    w = _tile(ring[0], g % ring[0].shape[0], group, 128, GROUPS)
+    x = _tile(ring[1], g % ring[1].shape[0], group, PAIRS, GROUPS).permute((1, 0))
     return warpgroup_mma(w, x, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _factors(kept, i, scales_smem, place, group: gl.constexpr, layout: gl.constexpr):
+def _factors(kept, i, ring, g, group: gl.constexpr, layout: gl.constexpr):
     """What to multiply a group's products by: the rows' scales times the weight's. [1, PAIRS]"""
     of_weight = kept._reinterpret(gl.float32, [kept.shape[0], kept.shape[1], 1], kept.layout).index(i)
-    return scales_smem.index(place).slice(group, 1).load(layout) * of_weight.slice(group, 1).load(layout)
+    of_rows = ring[2].index(g % ring[2].shape[0]).slice(group, 1)
+    return of_rows.load(layout) * of_weight.slice(group, 1).load(layout)
 
 
 @gluon.jit
@@ -43,44 +44,42 @@ def _add(sums, product, factors):
 
 
 @gluon.jit
-def add_unit(sums, nothing, kept, i, ring, place, parity, GROUPS: gl.constexpr, ROWS: gl.constexpr):
-    """sums [128, 2 ROWS] and the product of this program's i-th unit, which is or will be at a place of the ring.
+def _done(ring, g):
+    """The g-th unit has been read."""
+    mbarrier.arrive(ring[5].index(g % ring[0].shape[0]))
+    mbarrier.arrive(ring[6].index(g % ring[1].shape[0]))
 
-    nothing: zeros like sums; kept: the weight's scales of the units, [.., GROUPS].
+
+@gluon.jit
+def add_unit(sums, nothing, kept, i, ring, g, GROUPS: gl.constexpr, ROWS: gl.constexpr):
+    """sums [128, 2 ROWS] and the product of this program's g-th unit, the i-th of its run.
+
+    nothing: zeros like sums; kept: the weight's scales of the run's units, [.., GROUPS]; ring: `bridge_feed.feed_weights`.
     """
     PAIRS: gl.constexpr = 2 * ROWS
+    WEIGHTS: gl.constexpr = ring[0].shape[0]
+    PLACES: gl.constexpr = ring[1].shape[0]
     layout: gl.constexpr = sums.type.layout
-    _, _, x_scales, weights_here, rows_here, all_read = ring
-    mbarrier.wait(weights_here.index(place), parity)
-    mbarrier.wait(rows_here.index(place), parity)
+    mbarrier.wait(ring[3].index(g % WEIGHTS), g // WEIGHTS & 1)
+    mbarrier.wait(ring[4].index(g % PLACES), g // PLACES & 1)
     if ROWS > _TOGETHER:  # registers hold one product
         for group in gl.static_range(GROUPS):
-            group_factors = _factors(kept, i, x_scales, place, group, layout)
-            product = warpgroup_mma_wait(0, deps=[_start(ring, place, group, PAIRS, nothing, GROUPS)])
+            group_factors = _factors(kept, i, ring, g, group, layout)
+            product = warpgroup_mma_wait(0, deps=[_start(ring, g, group, PAIRS, nothing, GROUPS)])
             if group == GROUPS - 1:
-                mbarrier.arrive(all_read.index(place))
+                _done(ring, g)
             sums = _add(sums, product, group_factors)
     else:
         started, unit_factors = (), ()
         for group in gl.static_range(GROUPS):
-            started = started + (_start(ring, place, group, PAIRS, nothing, GROUPS),)
-            unit_factors = unit_factors + (_factors(kept, i, x_scales, place, group, layout),)
+            started = started + (_start(ring, g, group, PAIRS, nothing, GROUPS),)
+            unit_factors = unit_factors + (_factors(kept, i, ring, g, group, layout),)
         for group in gl.static_range(GROUPS):
             product = warpgroup_mma_wait(GROUPS - 1 - group, deps=[started[group]])
             if group == GROUPS - 1:
-                mbarrier.arrive(all_read.index(place))
+                _done(ring, g)
             sums = _add(sums, product, unit_factors[group])
     return sums
-
-
-@gluon.jit
-def next_place(place, parity, STAGES: gl.constexpr):
-    """Of the ring; parity: which turn of its barriers."""
-    place += 1
-    if place == STAGES:
-        place = 0
-        parity ^= 1
-    return place, parity
 
 
 @gluon.jit
