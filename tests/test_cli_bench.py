@@ -20,7 +20,10 @@ ROW = {
     "slots", "context", "kv", "filled", "step_ms", "tok_s", "prefill_tok_s", "bytes_per_step", "share_of_bandwidth",
     "gb_s", "memory_planned", "memory_used", "families_ms",
 }  # fmt: skip
-FACTS = {"model", "kernels", "device", "threads", "tensor_parallel", "bandwidth", "steps", "prompt", "date", "rows"}
+FACTS = {
+    "model", "kernels", "device", "threads", "tensor_parallel", "bandwidth", "steps", "prompt", "prefill_chunk", "date",
+    "rows",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +68,10 @@ def test_table_and_dummy_shape(tmp_path):
     folder, _ = make("qwen3", tmp_path)
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    result = bench(folder, "--load-format", "dummy", "--slots", "1", "--context", "64", "--fill", "random")
+    small = ("--slots", "1", "--context", "64", "--fill", "random", "--prefill-chunk", "64")
+    result = bench(folder, "--load-format", "dummy", *small)
     assert result.exit_code == 0, result.output
+    assert "prompt 70 tokens in chunks of 64" in result.stdout
     assert "64*" in result.stdout
     assert "random values in the cache" in result.stdout
 

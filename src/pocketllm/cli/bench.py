@@ -54,9 +54,10 @@ def bench(
     """Measure prefill and full decode steps, sampling included.
 
     --json keys: model, kernels, device, threads, tensor_parallel, bandwidth (bytes/s this machine reads, measured in
-    this run), steps, prompt, date, and rows, each with slots, context, kv, filled (prefill or random), step_ms (median),
-    tok_s (all slots), prefill_tok_s, bytes_per_step, share_of_bandwidth, gb_s, memory_planned and memory_used (bytes of
-    rank 0; on a CPU of the whole process), families_ms. A single row's keys stand at the top too.
+    this run), steps, prompt, prefill_chunk, date, and rows, each with slots, context, kv, filled (prefill or random),
+    step_ms (median), tok_s (all slots), prefill_tok_s, bytes_per_step, share_of_bandwidth, gb_s, memory_planned and
+    memory_used (bytes of rank 0: on a GPU at most, by its tensors; on a CPU of the whole process), families_ms. A single
+    row's keys stand at the top too.
 
     bytes_per_step, of one rank: the weights a step reads (linear layers, head, one embedding row a slot; of a sparse
     layer at most slots x top_k experts), the KV of all contexts, and the recurrent state, read and written.
@@ -96,7 +97,9 @@ def _show(facts: dict[str, Any], rows: list[Row]) -> None:
     count = facts["threads"]
     threads = f", {count} thread{'s' * (count > 1)}" if facts["device"] == "cpu" else ""
     out.print(f"[bold]{facts['model']}[/] on {facts['device']}{threads}, {facts['kernels']} kernels")
-    out.print(f"read bandwidth {facts['bandwidth'] / 1e9:.1f} GB/s, prompt {facts['prompt']} tokens", style="dim")
+    chunks = f" in chunks of {facts['prefill_chunk']}" if facts["prompt"] > facts["prefill_chunk"] else ""
+    bandwidth = f"{facts['bandwidth'] / 1e9:.1f} GB/s"
+    out.print(f"read bandwidth {bandwidth}, prompt {facts['prompt']} tokens{chunks}", style="dim")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in (
         "slots",

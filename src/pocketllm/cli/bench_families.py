@@ -24,9 +24,9 @@ FAMILIES = {
         "chunk_kernel", "scan_kernel",
     ),
     "attention": (
-        "split_kernel", "hopper_split_kernel", "hopper_plain_split_kernel", "merge_kernel", "query_pairs_kernel",
-        "rotate_kernel", "append_kernel", "norm_rope_kernel", "sigmoid_mul_kernel", "pairs_kernel", "prefill_kernel",
-        "gather_kernel", "join_kernel", "dequantize_kernel",
+        "split_kernel", "hopper_split_kernel", "hopper_plain_split_kernel", "merge_kernel", "hopper_merge_kernel",
+        "query_pairs_kernel", "rotate_kernel", "append_kernel", "norm_rope_kernel", "sigmoid_mul_kernel", "pairs_kernel",
+        "prefill_kernel", "gather_kernel", "join_kernel", "dequantize_kernel",
     ),
     "norms": ("rms_norm_kernel", "add_norm_kernel", "add_up_kernel"),
     "ranks": (),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pocketllm.cli.bench_families import KernelRun, can_record, families_ms, record_kernels
-from pocketllm.engine.device import pick_device, used_memory
+from pocketllm.engine.device import forget_peak, peak_memory, pick_device
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.request import RequestOutput
 from pocketllm.engine.slot_engine import SlotRequest
@@ -41,8 +41,8 @@ class Row:
     bytes_per_step: int
     share_of_bandwidth: float
     gb_s: float  # bytes_per_step over step_ms
-    memory_planned: int  # bytes of one rank
-    memory_used: int | None  # bytes of rank 0 after the run, see `engine.device.used_memory`
+    memory_planned: int  # bytes of one rank, without those of the device's libraries
+    memory_used: int | None  # bytes of rank 0 at most, see `engine.device.peak_memory`
     families_ms: dict[str, float] | None  # of rank 0; None where kernels can't be recorded, see `bench_families`
 
 
@@ -66,6 +66,7 @@ class Bench:
             "bandwidth": self._bandwidth,
             "steps": self._steps,
             "prompt": self._prompt,
+            "prefill_chunk": self._options.prefill_chunk,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 
@@ -88,6 +89,7 @@ class Bench:
             max_context=max(needed_context, self._prompt + 1),
             kv_cache_dtype=kv_cache_dtype,
         )
+        forget_peak(self._device)
         engine = Engine(self._checkpoint, options)
         try:
             return self._measure(engine, context)
@@ -116,8 +118,8 @@ class Bench:
             bytes_per_step=read,
             share_of_bandwidth=round(read / seconds / self._bandwidth, 4),
             gb_s=round(read / seconds / 1e9, 1),
-            memory_planned=engine.plan.total,
-            memory_used=used_memory(engine.device),
+            memory_planned=engine.plan.total - engine.plan.runtime,
+            memory_used=peak_memory(engine.device),
             families_ms=families_ms(decode.kernels, self._recorded),
         )
 

@@ -66,6 +66,17 @@ def used_memory(device: torch.device) -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def forget_peak(device: torch.device) -> None:
+    """From now on `peak_memory` counts anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """As `used_memory`; of a GPU, the most that was in use at a time since `forget_peak`."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else used_memory(device)
+
+
 def allocate_exactly(device: torch.device) -> None:
     """From now on torch's allocator gives a GPU's tensors what they take, as plans count it, and not whole segments of 2 or
     20 MiB each. Settings of the user's own stay as they are."""
