@@ -179,8 +179,9 @@ def bridge_kernel(
     [N / 128, K / 128]. x, normed, inner: the same of the codes of `Paired`s of widths A, H and I, with all rows in a block;
     *_s: of their scales, in blocks of GROUPS. The last two also come as pointers, to be written. in_tiles: N / 128 of
     w_in, 0 after the last block. small_tiles: 2, the high and low part of a matrix of up to 128 outputs, or 0.
-    PLACES: in the ring, of weights and of rows; FLIGHT: units of weights that are on their way at a time. PARTS: most parts of a tile of
-    the first three products. MOST: units of a program of each, at most, a power of two.
+    PLACES: in the ring, of weights and of rows; FLIGHT: units of weights that are on their way at a time. PARTS: most parts
+    of a tile of the first three products; OWN: see `run_of_pairs`. MOST: units of a program of each, at most, a power of
+    two.
     sync int64: of each program how many kernels it has been in; of each tile of the first three products (gate and up
     together) a counter; and of each a flag.
     With RANKS > 1, *_inboxes and stop are those of two `parallel.Place`s, for the sums of the first and the third product.

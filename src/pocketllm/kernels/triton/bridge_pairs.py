@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
+# ruff: noqa: SIM114  (a condition the compiler knows, and one that it does not)
 """Gate and up of a bridge (see `bridge_kernels`) where a program has whole pairs of their tiles.
 
 A pair is a tile of gate and the one of up for the same 128 columns. Shared out by units, as other products, nearly every
