@@ -13,8 +13,9 @@ few heads, one after the other, and the three happen at the same time:
 Those that bring a token's vectors wait several times for an item: for its tails and inputs, then for a counter. So there may
 be two such groups, *bringers*, that take items in turn, each with a ring of its own.
 
-All meet at barriers, a *full* and an *empty* one for each place of the rings. An item is a head of a sequence; a program's
-are neighbours, and which they are changes no result: each is computed by itself, and in one way.
+All meet at barriers, a *full* and an *empty* one for each place of the rings. An item is a head of a sequence; which ones a
+program takes changes no result: each is computed by itself, and in one way. Programs take them in turn, so that all of them
+together go through the states in order: what memory is asked for at any time lies close together, which is fastest.
 """
 
 from __future__ import annotations
@@ -73,29 +74,36 @@ def _load_vectors(vectors, WARPS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _state_row(item, slot_ids, HV: gl.constexpr, WARPS: gl.constexpr):
-    """Where an item's state begins, in the rows [S * HV * WARPS] of the descriptor."""
+def _item(t):
+    """The t-th one of this program."""
+    return gl.program_id(0) + t * gl.num_programs(0)
+
+
+@gluon.jit
+def _state_row(t, slot_ids, HV: gl.constexpr, WARPS: gl.constexpr):
+    """Where the state of the t-th item begins, in the rows [S * HV * WARPS] of the descriptor."""
+    item = _item(t)
     return (gl.load(slot_ids + item // HV).to(gl.int32) * HV + item % HV) * WARPS
 
 
 @gluon.jit
 def _move_states(work, states, states_ring, HV: gl.constexpr):
-    """One warp's part: states of items first .. first + count - 1 into the ring, decode's also back from it.
+    """One warp's part: states of `count` items into the ring, decode's also back from it.
 
     They are asked for before any kernel before has ended: none earlier in the pass writes this layer's.
     """
-    slot_ids, first, count, _, _, verify = work
+    slot_ids, count, _, _, verify = work
     ring, full, empty = states_ring
     STAGES: gl.constexpr = ring.shape[0]
     WARPS: gl.constexpr = ring.shape[1]
     for t in range(gl.minimum(count, STAGES)):
-        row = _state_row(first + t, slot_ids, HV, WARPS)
+        row = _state_row(t, slot_ids, HV, WARPS)
         mbarrier.expect(full.index(t), 4 * _DIM * _DIM)
         tma.async_copy_global_to_shared(states, [row, 0, 0], full.index(t), ring.index(t))
     for t in range(count):
         place = t % STAGES
-        row = _state_row(first + t, slot_ids, HV, WARPS)
-        next_row = _state_row(first + gl.minimum(t + STAGES, count - 1), slot_ids, HV, WARPS)
+        row = _state_row(t, slot_ids, HV, WARPS)
+        next_row = _state_row(gl.minimum(t + STAGES, count - 1), slot_ids, HV, WARPS)
         mbarrier.wait(empty.index(place), t // STAGES & 1)
         if verify == 0:
             tma.async_copy_shared_to_global(states, [row, 0, 0], ring.index(place))
@@ -139,7 +147,7 @@ def _bring_vectors(
     """
     C: gl.constexpr = (2 * HK + HV) * _DIM
     layout: gl.constexpr = gl.BlockedLayout([4 // _BRINGER_WARPS, 1], [1, 32], [_BRINGER_WARPS, 1], [1, 0])
-    slot_ids, first, count, q_len, journal_len, verify = work
+    slot_ids, count, q_len, journal_len, verify = work
     qkv, z, b, a, gates_of, conv = sources
     x, x_stride = qkv
     a_log, dt_bias = gates_of
@@ -151,12 +159,12 @@ def _bring_vectors(
     kinds, dims = gl.broadcast(kind[:, None], d[None, :])
     is_mixed, is_gate, is_key = kinds != _GATE, kinds == _GATE, kinds == _K
     n = 0
-    next_slot = gl.load(slot_ids + (first + gl.minimum(turn, count - 1)) // HV)
+    next_slot = gl.load(slot_ids + _item(gl.minimum(turn, count - 1)) // HV)
     for t in range(turn, count, BRINGERS):
-        seq, head = (first + t) // HV, (first + t) % HV
+        seq, head = _item(t) // HV, _item(t) % HV
         key_head, member = head // (HV // HK), head % (HV // HK)
         slot = next_slot.to(gl.int64)
-        next_slot = gl.load(slot_ids + (first + gl.minimum(t + BRINGERS, count - 1)) // HV)
+        next_slot = gl.load(slot_ids + _item(gl.minimum(t + BRINGERS, count - 1)) // HV)
         channel = gl.where(kind == _V, 2 * HK + head, gl.where(kind == _K, HK + key_head, key_head)) * _DIM
         c = channel[:, None] + dims
         # Tails may be read before any kernel before has ended, as states.
@@ -222,7 +230,7 @@ def _take_steps(work, norm, eps, states_ring, vectors_ring, rooms, results, HV: 
     A state is [WARPS, DIM / WARPS, DIM]: a warp has neighbouring rows, a thread 4 columns of each. Sums over rows go through
     shared memory, where each warp adds up what all have found, in the same order: one barrier, and every warp has it.
     """
-    slot_ids, first, count, q_len, journal_len, verify = work
+    slot_ids, count, q_len, journal_len, verify = work
     ring, full, empty = states_ring
     vectors, gates, v_full, v_empty = vectors_ring
     journal_d, journal_g, out, scales, padded_rows = results
@@ -235,7 +243,7 @@ def _take_steps(work, norm, eps, states_ring, vectors_ring, rooms, results, HV: 
     j = gl.arange(0, _DIM, layout=column)
     gain = gl.load(norm + j)
     for t in range(count):
-        seq, head = (first + t) // HV, (first + t) % HV
+        seq, head = _item(t) // HV, _item(t) % HV
         slot, place = gl.load(slot_ids + seq).to(gl.int64), t % STAGES
         mbarrier.wait(full.index(place), t // STAGES & 1)
         state = ring.index(place).load(layout)
@@ -292,7 +300,7 @@ def hopper_step_kernel(
     STAGES: gl.constexpr, BRINGERS: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """`gated_delta_kernels.conv_step_kernel` and `delta_step_kernel` for num_seqs sequences of q_len tokens. See there for
-    the arguments; any number of programs.
+    the arguments; programs: any number up to that of items.
 
     qkv [n * q_len, C]: what the projection gives. states [S, HV, DIM, DIM] float32, as a descriptor of them as
     [S * HV * WARPS, DIM / WARPS, DIM], for one at a time. counters [num_seqs, HK] int64: 0 before and after. WARPS: of the
@@ -318,9 +326,8 @@ def hopper_step_kernel(
         mbarrier.init(v_empty.index(s), count=1)
     fence_async_shared()
     items = num_seqs * HV
-    first = gl.program_id(0) * items // gl.num_programs(0)
-    count = (gl.program_id(0) + 1) * items // gl.num_programs(0) - first
-    work = (slot_ids, first, count, q_len, journal_len, verify)
+    count = (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    work = (slot_ids, count, q_len, journal_len, verify)
     sources = ((qkv, qkv_stride), (z, z_stride), (b, b_part, b_stride), (a, a_part, a_stride), (a_log, dt_bias),
                (weight, tail, journal_x, journal_k, counters))  # fmt: skip
     states_ring, vectors_ring = (ring, full, empty), (vectors, gates, v_full, v_empty)
