@@ -45,6 +45,7 @@ FORMATS = ("fp16", "bf16", "fp8", "int8_per_token_head", "turboquant_k8v4")
 DEVICE = torch.device("cuda", 0)
 NEW_TOKENS = (1, 2, 4)  # of a slot: decode, verify
 SHORT = Case(1, 1024)  # of which next to nothing is reading
+MANY = Case(32, 1024)
 NEW, CACHED = 8192, 32768  # prefill: tokens of the chunk, tokens before it
 
 
@@ -84,7 +85,7 @@ def sdpa_prefill() -> dict[str, float]:
 def library_decode() -> list[dict[str, Any]]:
     """Torch's FlashAttention-2 and cuDNN, on contiguous K and V in 16 bits: what decode takes without pages or formats."""
     rows = []
-    for case in (*CASES, SHORT):
+    for case in (*CASES, SHORT, MANY):
         sets = max(2, 2**30 // (case.slots * case.context * KV_HEADS * HEAD_DIM * 4) + 1)  # more than the L2 holds
         q = torch.randn(case.slots, HEADS, 1, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
         shape = (min(sets, 32), 2, case.slots, KV_HEADS, case.context, HEAD_DIM)
@@ -104,7 +105,7 @@ def library_decode() -> list[dict[str, Any]]:
 
 def rows_of(name: str, bandwidth: float, config: AttentionConfig, layers: list[LayerKV]) -> list[dict[str, Any]]:
     codec, rows = KV_FORMATS[name], []
-    for case in (*CASES, SHORT, *(replace(CASES[0], q_len=q_len) for q_len in NEW_TOKENS[1:])):
+    for case in (*CASES, SHORT, MANY, *(replace(CASES[0], q_len=q_len) for q_len in NEW_TOKENS[1:])):
         us = time_graph(attend_calls(config, views(layers, case), case, HEADS, torch.bfloat16))
         nbytes = case.slots * case.context * KV_HEADS * codec.bytes_per_token(HEAD_DIM)
         op = "attend" if case.q_len == 1 else "verify"
@@ -213,17 +214,17 @@ def compile_in_worker(name: str, config: AttentionConfig, new_tokens: tuple[int,
     planes = tuple(
         torch.zeros(1, PAGE, KV_HEADS, p.width, dtype=p.dtype, device=DEVICE) for p in KV_FORMATS[name].planes(HEAD_DIM)
     )
-    none, rest = torch.zeros(1, dtype=torch.int32, device=DEVICE), (HEAD_DIM**-0.5, AttentionMask())
-    for context in {case.context for case in (*CASES, SHORT)}:
-        table = torch.zeros(2, context // PAGE, dtype=torch.int32, device=DEVICE)
-        kv = LayerKV(planes, table, KV_FORMATS[name], HEAD_DIM)
+    none, rest = torch.zeros(MANY.slots, dtype=torch.int32, device=DEVICE), (HEAD_DIM**-0.5, AttentionMask())
+    for case in {*CASES, SHORT, MANY}:
+        table = torch.zeros(case.slots + 1, case.context // PAGE, dtype=torch.int32, device=DEVICE)
+        kv, slots = LayerKV(planes, table, KV_FORMATS[name], HEAD_DIM), none[: case.slots]
         for q_len in new_tokens:
-            q = torch.zeros(1, q_len, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
-            attend_with(config, kv, q, none, none, *rest)
+            q = torch.zeros(case.slots, q_len, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+            attend_with(config, kv, q, slots, slots, *rest)
     k = torch.zeros(8, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
-    kernels.append(kv, k, k, none.expand(8).contiguous(), none.long().expand(8).contiguous())
+    kernels.append(kv, k, k, none[:8], none[:8].long())
     q = torch.zeros(8, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
-    prefill_with(config.prefill, kv, q, none, torch.cat((none, none)), none.long(), *rest)
+    prefill_with(config.prefill, kv, q, none[:1], none[:2], none[:1].long(), *rest)
     torch.cuda.synchronize()
 
 

@@ -22,6 +22,12 @@ PROGRAMS = 2  # of a multiprocessor, so that one's tensor cores work while the o
 REGISTERS = 65536 // (PROGRAMS * 8 * 32)  # of a thread; eight warps are set up: the copying one takes the place of four
 ROOM = 113 * 1024  # bytes of shared memory a program may take: half of a multiprocessor's, but for what is reserved
 MOST_STAGES = 4
+# Slots up to which programs make pairs of decode's queries themselves, for every piece of work anew: one kernel less to wait
+# for, the same bits.
+OWN_SLOTS = 4
+# Of a row that is merged: warps, rounds at once, and how many times those are on their way; for up to so many rows for each
+# multiprocessor, and for more. Few rows are waiting for memory, and what many need is registers for all to run at once.
+FEW_ROWS, MERGE_FEW, MERGE_MANY = 3, (8, 2, 2), (4, 1, 2)
 
 
 def suits(kv: LayerKV, mask: AttentionMask) -> bool:
@@ -75,18 +81,44 @@ def split(
     rows = min(max(triton.next_power_of_2(group_rows), 8), MOST_ROWS)
     per_head = -(-group_rows // rows)
     heads = {"Q": q_len, "HQ": num_heads, "HK": kv_heads, "D": head_dim, "N": rows, "EARLY": early}
-    codes = torch.empty(n * kv_heads * per_head * 2 * rows, head_dim, dtype=k.dtype, device=device)
-    factors = torch.empty(n * kv_heads * per_head * rows, dtype=torch.float32, device=device)
-    query_pairs_kernel[(n * q_len, num_heads)](
-        q, signs, codes, factors, PIECES=per_head, PAIR=hopper.pair, **heads, num_warps=1, launch_pdl=early > 0
-    )
-    queries = TensorDescriptor.from_tensor(codes, [2 * rows, head_dim], NVMMASharedLayout(128, 8, 2))
+    queries = factors = None
+    if rows > 8 or n > OWN_SLOTS:
+        codes = torch.empty(n * kv_heads * per_head * 2 * rows, head_dim, dtype=k.dtype, device=device)
+        factors = torch.empty(n * kv_heads * per_head * rows, dtype=torch.float32, device=device)
+        query_pairs_kernel[(n * q_len, num_heads)](
+            q, signs, codes, factors, PIECES=per_head, PAIR=hopper.pair, **heads,
+            num_warps=1, enable_fp_fusion=False, launch_pdl=early > 0,
+        )  # fmt: skip
+        queries = TensorDescriptor.from_tensor(codes, [2 * rows, head_dim], NVMMASharedLayout(128, 8, 2))
+    own = (q, signs) if queries is None else (None, None)
     stage, fixed = TILE * (k.shape[3] + v.shape[3] + 8), rows * (4 * head_dim + 2 * TILE + 40) + 2048
     hopper_split_kernel[(PROGRAMS * multiprocessors(device),)](
-        tiles_of(k), tiles_of(v), k_scales, v_scales, queries, factors, kv.block_table, kv.block_table.shape[1],
+        tiles_of(k), tiles_of(v), k_scales, v_scales, *own, queries, factors, kv.block_table, kv.block_table.shape[1],
         slot_ids, kv_lens, n, part_out, part_sums, part_out.shape[1], scale,
         PAGE=kv.page_size, SPLITS=config.splits, NP=max(triton.next_power_of_2(n), 32),
-        STAGES=min((ROOM - fixed) // stage, MOST_STAGES), CHUNK=CHUNK, JOIN=hopper.join, LOAD_V=hopper.load_v,
-        IN_ORDER=hopper.in_order, V_FACTOR=hopper.v_factor, **heads,
+        STAGES=min((ROOM - fixed) // stage, MOST_STAGES), CHUNK=CHUNK, PAIR=hopper.pair, JOIN=hopper.join,
+        LOAD_V=hopper.load_v, IN_ORDER=hopper.in_order, V_FACTOR=hopper.v_factor, **heads,
         num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=early > 0,
+    )  # fmt: skip
+
+
+def merge(
+    signs: Tensor | None,
+    kv_lens: Tensor,
+    part_out: Tensor,
+    part_sums: Tensor,
+    out: Tensor,
+    config: AttendConfig,
+    early: int,
+) -> None:
+    """Merges what `split`, or that of `attend_hopper_plain`, has written, into out [n, Q, HQ, D]."""
+    from pocketllm.kernels.triton.attend_hopper_merge import hopper_merge_kernel
+
+    n, q_len, num_heads, head_dim = out.shape
+    rows = n * q_len * num_heads
+    warps, rounds, ahead = MERGE_FEW if rows <= FEW_ROWS * multiprocessors(out.device) else MERGE_MANY
+    hopper_merge_kernel[(rows,)](
+        part_out, part_sums, kv_lens, signs, out, part_out.shape[1], ROWS=q_len * num_heads, D=head_dim,
+        SPLITS=config.splits, WARPS=warps, ROUNDS=rounds, AHEAD=ahead, EARLY=early,
+        num_warps=warps, enable_fp_fusion=False, launch_pdl=early > 0,
     )  # fmt: skip

@@ -34,10 +34,13 @@ from pocketllm.kernels.triton.attend_hopper_work import (
     largest_of,
     over_pairs,
     plan_of,
+    queries_layout,
+    queries_of,
     tell,
     told,
 )
 from pocketllm.kernels.triton.gluon_pieces import launch_dependents, wait_for_kernels
+from pocketllm.kernels.triton.hopper_rotation import hadamard_of_rows
 from pocketllm.kernels.triton.numerics import exp2, inverse, log2
 
 _TILE, _WARPS = gl.constexpr(TILE), gl.constexpr(WARPS)
@@ -51,7 +54,7 @@ def _fetch(
     EARLY: gl.constexpr,
 ):  # fmt: skip
     """One warp's part: queries and tiles of all this program's pieces of work, in order. Rows past a slot's last token are
-    copied too, as far as the tile goes; what they hold changes no sum."""
+    copied too, as far as the tile goes; what they hold changes no sum. queries None: the other warps make them."""
     k_codes, v_codes, k_scales, v_scales = planes
     k_ring, v_ring, k_scale_ring, v_scale_ring = rings
     q_smem, factors_smem, notes = query_buffers
@@ -59,6 +62,8 @@ def _fetch(
     DK: gl.constexpr = k_ring.shape[2]
     DV: gl.constexpr = v_ring.shape[2]
     N: gl.constexpr = factors_smem.shape[1]
+    if EARLY > 0 and queries is None:
+        wait_for_kernels()
     plan = plan_of(batch, PIECES * HK, SPLITS, NP)
     n = gl.arange(0, _TILE, layout=gl.BlockedLayout([1], [32], [1], [0]))
     m = gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -68,6 +73,8 @@ def _fetch(
         head = piece % HK
         mbarrier.wait(q_empty.index(buffer), q_parity)
         tell(notes, buffer, piece, seq, split, first, end, kv_len)
+        if queries is None:
+            mbarrier.arrive(q_full.index(buffer), count=_COPIERS + 1)
         # Queries come before a piece's first tile; but the first of all after some tiles, since the kernel that makes them
         # still runs. (It let this one start once all before it had ended: K and V are there.)
         last = (end - 1 - first) // _TILE
@@ -75,7 +82,7 @@ def _fetch(
         table = block_table + slot * max_pages
         page = gl.load(table + first // PAGE)
         for start in range(first, end, _TILE):
-            if start == with_queries:
+            if queries is not None and start == with_queries:
                 if EARLY > 0:
                     wait_for_kernels()
                 q_ready, block = q_full.index(buffer), (seq * HK + head) * PIECES + piece // HK
@@ -108,12 +115,26 @@ def _fetch(
 
 
 @gluon.jit
+def _store_pairs(pairs, rows, sign, ROTATED: gl.constexpr, PAIR: gl.constexpr):
+    """Queries rows [N, D] become pairs [2 N, D] in shared memory -> factors [N]: `query_pairs_kernel`, bit for bit."""
+    N: gl.constexpr = rows.shape[0]
+    rows = rows.to(gl.float32)
+    if ROTATED:
+        rows = hadamard_of_rows(rows * sign)
+    high, low, factors = PAIR(rows)
+    pairs.slice(0, N).store(high)
+    pairs.slice(N, N).store(low)
+    return factors
+
+
+@gluon.jit
 def _attend(
-    part_out, part_sums, max_splits, scale, rings, query_buffers, room, weights_smem, full, empty, q_full, q_empty,
+    q, signs, part_out, part_sums, max_splits, scale, rings, query_buffers, room, weights_smem, full, empty, q_full, q_empty,
     Q: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, SPLITS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    CHUNK: gl.constexpr, JOIN: gl.constexpr, LOAD_V: gl.constexpr, IN_ORDER: gl.constexpr, V_FACTOR: gl.constexpr,
+    CHUNK: gl.constexpr, PAIR: gl.constexpr, JOIN: gl.constexpr, LOAD_V: gl.constexpr, IN_ORDER: gl.constexpr,
+    V_FACTOR: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Four warps' part: all but the copying.
+    """Four warps' part: all but the copying. q not None: they make pairs of their queries, too.
 
     Of 24 query rows, 32 columns are multiplied; in the last 8, the compiler finds constants, and leaves the rest out.
     """
@@ -134,7 +155,18 @@ def _attend(
     place, parity, buffer, q_parity, half = 0, 0, 0, 0, 0
     mbarrier.wait(q_full.index(0), 0)
     piece, seq, split, first, end, kv_len = told(notes, 0)
+    raw, sign = 0, 0
+    if q is not None:
+        if signs is not None:
+            sign = gl.load(signs + gl.arange(0, D, layout=gl.SliceLayout(0, queries_layout(D))))[None, :]
+        if EARLY > 0:
+            wait_for_kernels()
+        raw = queries_of(q, piece, seq, end >= 0, Q, HQ, HK, D, N)
     while end >= 0:
+        if q is not None:
+            factors_smem.index(buffer).store(_store_pairs(q_smem.index(buffer), raw, sign, signs is not None, PAIR))
+            fence_async_shared()
+            gl.thread_barrier()
         queries = q_smem.index(buffer).permute((1, 0))
         factor = factors_smem.index(buffer).load(per_row) * scale
         head, row = piece % HK, piece // HK * N + m
@@ -188,35 +220,43 @@ def _attend(
         mbarrier.arrive(q_empty.index(buffer), count=1)
         out_row = (seq * Q + row // GROUP) * HQ + head * GROUP + row % GROUP
         part, exists = out_row.to(gl.int64) * max_splits + split, row < GROUP * Q
+        buffer ^= 1
+        q_parity ^= 1 - buffer
+        mbarrier.wait(q_full.index(buffer), q_parity)
+        piece, seq, split, first, end, kv_len = told(notes, buffer)
+        # Not before: the next kernel's programs would find room on those few multiprocessors only that are done first.
+        if EARLY > 0 and end < 0:
+            launch_dependents()
+        if q is not None:  # the next ones are on their way while this piece's results are stored
+            raw = queries_of(q, piece, seq, end >= 0, Q, HQ, HK, D, N)
         values = IN_ORDER((out * (1 / SPLITS[2])).to(part_out.dtype.element_ty))
         at_layout: gl.constexpr = values.type.layout
         dim = gl.arange(0, D, layout=gl.SliceLayout(1, at_layout))
         at = gl.convert_layout(part * D, gl.SliceLayout(0, at_layout))
         at_exists = gl.convert_layout(exists, gl.SliceLayout(0, at_layout))
-        gl.store(part_out + at[None, :] + dim[:, None], values, mask=at_exists[None, :])
-        gl.store(part_sums + part * 2, largest, mask=exists)
-        gl.store(part_sums + part * 2 + 1, gl.convert_layout(gl.sum(total, axis=0), per_row), mask=exists)
-        buffer ^= 1
-        q_parity ^= 1 - buffer
-        mbarrier.wait(q_full.index(buffer), q_parity)
-        piece, seq, split, first, end, kv_len = told(notes, buffer)
+        # To be read again soon: K and V, which pass through the L2 once, shall not push it out into memory.
+        gl.store(part_out + at[None, :] + dim[:, None], values, mask=at_exists[None, :], eviction_policy="evict_last")
+        gl.store(part_sums + part * 2, largest, mask=exists, eviction_policy="evict_last")
+        total = gl.convert_layout(gl.sum(total, axis=0), per_row)
+        gl.store(part_sums + part * 2 + 1, total, mask=exists, eviction_policy="evict_last")
 
 
 @gluon.jit(
     do_not_specialize=["max_pages", "num_seqs", "max_splits"], do_not_specialize_on_alignment=["slot_ids", "kv_lens"]
 )
 def hopper_split_kernel(
-    k_codes, v_codes, k_scales, v_scales, queries, factors, block_table, max_pages, slot_ids, kv_lens, num_seqs,
+    k_codes, v_codes, k_scales, v_scales, q, signs, queries, factors, block_table, max_pages, slot_ids, kv_lens, num_seqs,
     part_out, part_sums, max_splits, scale,
     Q: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
     N: gl.constexpr, NP: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr, EARLY: gl.constexpr,
-    JOIN: gl.constexpr, LOAD_V: gl.constexpr, IN_ORDER: gl.constexpr, V_FACTOR: gl.constexpr,
+    PAIR: gl.constexpr, JOIN: gl.constexpr, LOAD_V: gl.constexpr, IN_ORDER: gl.constexpr, V_FACTOR: gl.constexpr,
 ):  # fmt: skip
     """As `attend_kernels.split_kernel`, with N query rows in a piece of work.
 
     k_codes, v_codes: descriptors of planes [rows, HK * width] in blocks of [64, width]; k_scales, v_scales [rows, HK].
-    queries: a descriptor of `query_pairs_kernel`'s codes in blocks of [2 N, D]; factors. STAGES: places in the ring. CHUNK:
-    tokens whose V is decoded at a time: registers. The last four: see `HopperPieces`.
+    queries: a descriptor of `query_pairs_kernel`'s codes in blocks of [2 N, D], and factors; or None, and q [n, Q, HQ, D] as
+    it is, and signs [D]. STAGES: places in the ring. CHUNK: tokens whose V is decoded at a time: registers. The last five:
+    see `HopperPieces`.
     """
     PIECES: gl.constexpr = (HQ // HK * Q + N - 1) // N
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -224,7 +264,7 @@ def hopper_split_kernel(
     v_ring = gl.allocate_shared_memory(v_codes.dtype, [STAGES, _TILE, v_codes.block_shape[1]], v_codes.layout)
     k_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], line)
     v_scale_ring = gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], line)
-    q_smem = gl.allocate_shared_memory(k_codes.dtype, [2, 2 * N, D], queries.layout)
+    q_smem = gl.allocate_shared_memory(k_codes.dtype, [2, 2 * N, D], k_codes.layout)
     factors_smem = gl.allocate_shared_memory(gl.float32, [2, N], line)
     notes = gl.allocate_shared_memory(gl.int32, [2, 8], line)
     room = gl.allocate_shared_memory(gl.float32, [2, _WARPS, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -243,10 +283,10 @@ def hopper_split_kernel(
     batch, rings = (slot_ids, kv_lens, num_seqs), (k_ring, v_ring, k_scale_ring, v_scale_ring)
     query_buffers = (q_smem, factors_smem, notes)
     gl.warp_specialize([
-        (_attend, (part_out, part_sums, max_splits, scale, rings, query_buffers, room, weights_smem, full, empty, q_full,
-                   q_empty, Q, HQ, HK, SPLITS, D, N, CHUNK, JOIN, LOAD_V, IN_ORDER, V_FACTOR)),
+        (_attend, (q, signs, part_out, part_sums, max_splits, scale, rings, query_buffers, room, weights_smem, full, empty,
+                   q_full, q_empty, Q, HQ, HK, SPLITS, D, N, CHUNK, PAIR, JOIN, LOAD_V, IN_ORDER, V_FACTOR, EARLY)),
         (_fetch, ((k_codes, v_codes, k_scales, v_scales), queries, factors, block_table, max_pages, batch, rings,
                   query_buffers, full, empty, q_full, q_empty, HK, PIECES, PAGE, SPLITS, NP, EARLY)),
     ], [1], [32])  # fmt: skip
-    if EARLY > 0:  # at the end: the next kernel's programs, were they here before, would slow this one down
+    if EARLY > 0:  # of programs without work
         launch_dependents()

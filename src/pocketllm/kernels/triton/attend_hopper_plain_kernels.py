@@ -31,6 +31,8 @@ from pocketllm.kernels.triton.attend_hopper_work import (
     largest_of,
     over_pairs,
     plan_of,
+    queries_layout,
+    queries_of,
     tell,
     told,
 )
@@ -89,26 +91,11 @@ def _fetch(
 
 
 @gluon.jit
-def _queries(
-    q, piece, seq, exists, Q: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    DTYPE: gl.constexpr,
-):  # fmt: skip
-    """The rows [N, D] of a piece of work, zeros where there are none."""
-    GROUP: gl.constexpr = HQ // HK
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
-    row = piece // HK * N + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    at = ((seq * Q + row // GROUP) * HQ + piece % HK * GROUP + row % GROUP).to(gl.int64) * D
-    real = (exists & (row < GROUP * Q))[:, None]
-    return gl.load(q + at[:, None] + d[None, :], mask=real, other=0.0).to(DTYPE)
-
-
-@gluon.jit
 def _clear(tile, first):
     """Zeros in rows `first` and later of tile [64, D]: what memory holds past a slot's last token may be no number."""
     ROWS: gl.constexpr = _ROWS_AT_ONCE
     D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [_WARPS, 1], [1, 0])
+    layout: gl.constexpr = queries_layout(D)
     n = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     for i in gl.static_range(_TILE // ROWS):
         rows = tile.slice(i * ROWS, ROWS)
@@ -133,7 +120,7 @@ def _attend(
     place, parity, buffer, note_parity, half = 0, 0, 0, 0, 0
     mbarrier.wait(note_full.index(0), 0)
     piece, seq, split, first, end, kv_len = told(notes, 0)
-    queries = _queries(q, piece, seq, end >= 0, Q, HQ, HK, D, N, ring.dtype)
+    queries = queries_of(q, piece, seq, end >= 0, Q, HQ, HK, D, N).to(ring.dtype)
     while end >= 0:
         q_smem.store(queries)
         fence_async_shared()
@@ -179,11 +166,15 @@ def _attend(
         mbarrier.wait(note_full.index(buffer), note_parity)
         piece, seq, split, first, end, kv_len = told(notes, buffer)
         # The next queries are on their way while this piece's results are stored.
-        queries = _queries(q, piece, seq, end >= 0, Q, HQ, HK, D, N, ring.dtype)
+        queries = queries_of(q, piece, seq, end >= 0, Q, HQ, HK, D, N).to(ring.dtype)
         values = (out * (1 / SPLITS[2])).to(part_out.dtype.element_ty)
-        gl.store(part_out + (part * D)[None, :] + dim[:, None], values, mask=exists[None, :])
-        gl.store(part_sums + part * 2, largest, mask=exists)
-        gl.store(part_sums + part * 2 + 1, gl.convert_layout(gl.sum(total, axis=0), per_row), mask=exists)
+        # See `attend_hopper_kernels`.
+        gl.store(
+            part_out + (part * D)[None, :] + dim[:, None], values, mask=exists[None, :], eviction_policy="evict_last"
+        )
+        gl.store(part_sums + part * 2, largest, mask=exists, eviction_policy="evict_last")
+        total = gl.convert_layout(gl.sum(total, axis=0), per_row)
+        gl.store(part_sums + part * 2 + 1, total, mask=exists, eviction_policy="evict_last")
 
 
 @gluon.jit(
@@ -217,6 +208,7 @@ def hopper_plain_split_kernel(
     fence_async_shared()
     if EARLY > 0:
         wait_for_kernels()
+        launch_dependents()  # a multiprocessor has room for programs of the next kernel: they wait beside this one's
     batch = (slot_ids, kv_lens, num_seqs)
     gl.warp_specialize([
         (_attend, (q, part_out, part_sums, max_splits, scale, ring, notes, q_smem, room, weights_smem, full, empty,
@@ -224,5 +216,3 @@ def hopper_plain_split_kernel(
         (_fetch, (k, v, block_table, max_pages, batch, ring, notes, full, empty, note_full, note_empty,
                   HK, PIECES, PAGE, SPLITS, NP)),
     ], [1], [32])  # fmt: skip
-    if EARLY > 0:  # at the end: the next kernel's programs, were they here before, would slow this one down
-        launch_dependents()

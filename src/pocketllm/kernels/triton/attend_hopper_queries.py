@@ -15,10 +15,11 @@ pair_e4m3 = pair_of  # q = factor (high + low / 16)
 
 @triton.jit
 def pair_int8(q):
-    """q [D] float32 -> int8 high and low, and a factor: q = factor (128 high + low), to 15 bits of the largest."""
-    largest = tl.max(tl.abs(q), axis=0)
+    """q [.., D] float32 -> int8 high and low, and a factor [..]: q = factor (128 high + low), to 15 bits of the largest."""
+    AXIS: tl.constexpr = len(q.shape) - 1
+    largest = tl.max(tl.abs(q), axis=AXIS)
     largest = tl.where(largest < 1e-30, 1e-30, largest)  # what is no number must stay none
-    v = round_even(q * (16256.0 / largest))  # 127 * 128
+    v = round_even(q * tl.expand_dims(16256.0 / largest, AXIS))  # 127 * 128
     high = round_even(v * 0.0078125)
     return high.to(tl.int8), (v - high * 128.0).to(tl.int8), largest * (1.0 / 16256.0)
 

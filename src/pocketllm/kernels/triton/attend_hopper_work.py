@@ -71,6 +71,26 @@ def told(notes, buffer):
     return piece, seq, split, first, end, kv_len
 
 
+@gluon.constexpr_function
+def queries_layout(D):
+    """[N, D]: a warp has whole rows, or D = 128 two at a time; a thread, 8 neighbours."""
+    return gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def queries_of(
+    q, piece, seq, exists, Q: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, N: gl.constexpr
+):
+    """The rows [N, D] of a piece of work, zeros where there are none. q [n, Q, HQ, D]."""
+    GROUP: gl.constexpr = HQ // HK
+    layout: gl.constexpr = queries_layout(D)
+    row = piece // HK * N + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    at = ((seq * Q + row // GROUP) * HQ + piece % HK * GROUP + row % GROUP).to(gl.int64) * D
+    real = (exists & (row < GROUP * Q))[:, None]
+    return gl.load(q + at[:, None] + d[None, :], mask=real, other=0.0)
+
+
 @gluon.jit
 def largest_of(scores, room, N: gl.constexpr, layout: gl.constexpr):
     """The largest of each column of scores [64, N], whose warps have 16 rows each. room [4, N]: for what they tell each

@@ -176,6 +176,20 @@ def _split(
     )  # fmt: skip
 
 
+def _merge(
+    signs: Tensor | None, kv_lens: Tensor, part_out: Tensor, part_sums: Tensor, out: Tensor, config: AttendConfig, early: int
+) -> None:  # fmt: skip
+    n, q_len, num_heads, head_dim = out.shape
+    padded = _padded(head_dim)
+    # A rotation is quickest within a warp; without one, more programs have a part of a row each.
+    chunk = min(padded, 64) if signs is None else padded
+    merge_kernel[(n * q_len * num_heads, padded // chunk)](
+        part_out, part_sums, kv_lens, signs, out, part_out.shape[1], ROWS=q_len * num_heads,
+        D=head_dim, DP=padded, CHUNK=chunk, SPLITS=config.splits, BLOCK=MERGED, EARLY=early,
+        num_warps=2 if signs is None else 1, num_stages=1, enable_fp_fusion=FUSION, launch_pdl=early > 0,
+    )  # fmt: skip
+
+
 def _attend(
     kv: LayerKV,
     q: Tensor,
@@ -194,20 +208,16 @@ def _attend(
     part_dtype = torch.float16 if pieces.scaled else torch.float32
     part_out = torch.empty(rows, max_splits, head_dim, dtype=part_dtype, device=device)
     part_sums = torch.empty(rows, max_splits, 2, dtype=torch.float32, device=device)
-    padded, early = _padded(head_dim), _early(device, n * q_len)
+    early = _early(device, n * q_len)
     if attend_hopper.fits(kv, pieces, mask):
         attend_hopper.split(pieces, signs, kv, q, slot_ids, kv_lens, part_out, part_sums, scale * LOG2E, config, early)
     elif attend_hopper_plain.fits(kv, pieces, mask):
         attend_hopper_plain.split(kv, q, slot_ids, kv_lens, part_out, part_sums, scale * LOG2E, config, early)
     else:
         _split(pieces, kv, q, slot_ids, kv_lens, part_out, part_sums, scale, mask, config, early)
-    # A rotation is quickest within a warp; without one, more programs have a part of a row each.
-    chunk = min(padded, 64) if signs is None else padded
-    merge_kernel[(rows, padded // chunk)](
-        part_out, part_sums, kv_lens, signs, out, max_splits, ROWS=q_len * num_heads,
-        D=head_dim, DP=padded, CHUNK=chunk, SPLITS=config.splits, BLOCK=MERGED, EARLY=early,
-        num_warps=2 if signs is None else 1, num_stages=1, enable_fp_fusion=FUSION, launch_pdl=early > 0,
-    )  # fmt: skip
+        _merge(signs, kv_lens, part_out, part_sums, out, config, early)
+        return
+    attend_hopper.merge(signs, kv_lens, part_out, part_sums, out, config, early)
 
 
 def prefill(
