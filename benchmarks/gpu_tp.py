@@ -162,7 +162,7 @@ class Run:
             self.note(part, refused=str(error))
             return
         built = time.monotonic() - start
-        self.long_prompt(engine, min(2 * options.prefill_chunk, context))
+        self.long_prompt(engine, min(2 * options.chunk_tokens(engine.device.type), context))
         length = context - args.steps - SUMMED  # the last token is the last step's
         slots = [engine.acquire_slot(context) for _ in range(num_slots)]
         fill_randomly(engine, {slot: random_tokens(engine, length, slot) for slot in slots})

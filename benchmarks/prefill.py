@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         "kernels": engine.kernels.name,
         "device": str(engine.device),
         "quantization": args.quantization,
-        "prefill_chunk": engine.options.prefill_chunk,
+        "prefill_chunk": engine.options.chunk_tokens(engine.device.type),
         "rounds": args.rounds,
     }
     if args.json:

@@ -103,6 +103,17 @@ def test_the_27b_on_two_22_gib_gpus() -> None:
     assert table["turboquant_k8v4"][4] > 1.2 * table["int8_per_token_head"][4] > 2 * table["fp16"][4]
 
 
+def test_a_plan_counts_the_devices_own_chunk_of_a_prompt() -> None:
+    config = config_from_shape("qwen3-0.6b")
+
+    def workspace(device: str, chunk: int | None) -> int:
+        options = EngineOptions(max_batch_size=1, max_context=4096, prefill_chunk=chunk)
+        return plan_memory(config, options, None, device).workspace
+
+    assert workspace("cuda", None) == workspace("cuda", 1024) > workspace("cuda", 512)
+    assert workspace("cpu", None) == workspace("cpu", 512)
+
+
 def test_a_plan_that_does_not_fit_names_what_does() -> None:
     config = config_from_shape("qwen3-8b")
     options = EngineOptions(max_batch_size=8, max_context=32768)

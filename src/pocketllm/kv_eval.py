@@ -172,7 +172,7 @@ class KVEval:
     ) -> list[Loss]:
         """The loss of the baseline (none) and of each format, over tokens // window windows, spread over the texts."""
         windows = _share(texts, tokens // window, window)
-        step = self._options.prefill_chunk
+        step = self._options.chunk_tokens(self.baseline.device.type)
         base_nll: list[Tensor] = []
         found: dict[str, list[Comparison]] = {name: [] for name in self.engines}
         engines = {self.baseline_name: self.baseline, **self.engines}

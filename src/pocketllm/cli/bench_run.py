@@ -66,7 +66,7 @@ class Bench:
             "bandwidth": self._bandwidth,
             "steps": self._steps,
             "prompt": self._prompt,
-            "prefill_chunk": self._options.prefill_chunk,
+            "prefill_chunk": self._options.chunk_tokens(self._device.type),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 
@@ -206,7 +206,7 @@ def random_tokens(engine: Engine, count: int, seed: int) -> list[int]:
 
 def fill_by_prefill(engine: Engine, tokens: dict[int, list[int]]) -> None:
     """Compute each acquired slot's tokens, in chunks as the scheduler would."""
-    chunk = engine.options.prefill_chunk
+    chunk = engine.options.chunk_tokens(engine.device.type)
     for slot, ids in tokens.items():
         for start in range(0, len(ids), chunk):
             (result,) = engine.batch_prefill([SlotRequest(slot, ids[start : start + chunk])])

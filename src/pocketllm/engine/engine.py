@@ -67,7 +67,7 @@ class Engine(SlotEngine):
         self.sampler = Sampler(self.plan.kv.num_slots, self.config.vocab_size, self.device, vocab_limit)
         self.scheduler = Scheduler(
             self.slots,
-            prefill_chunk=self.options.prefill_chunk,
+            prefill_chunk=self.options.chunk_tokens(self.device.type),
             max_queue=self.options.max_queue,
             has_state=self.has_state,
         )

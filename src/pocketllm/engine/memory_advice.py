@@ -59,11 +59,12 @@ def _same_weights(planner: Planner, plan: MemoryPlan) -> Iterator[str]:
             found = True
             yield f"kv_cache_dtype={other.name} with the same slots and context"
             break
-    for chunk in () if found else (planner.options.prefill_chunk, CHUNK_ALIGNMENT):
+    chosen = planner.options.prefill_chunk
+    for chunk in () if found else (chosen, CHUNK_ALIGNMENT):
         for other in (fmt, *smaller):
             if fitting := planner.with_options(prefill_chunk=chunk).largest_context(1, other):
                 kv = f" kv_cache_dtype={other.name}" if other is not fmt else ""
-                shorter = f" prefill_chunk={chunk}" if chunk != planner.options.prefill_chunk else ""
+                shorter = f" prefill_chunk={chunk}" if chunk != chosen else ""
                 yield f"max_batch_size=1 max_context={fitting}{_pool(planner, fitting)}{kv}{shorter}"
                 return
 

@@ -211,7 +211,7 @@ class Planner:
         if options.max_context is not None:
             context = min(context, options.max_context)
         rows = slots * (options.max_draft_tokens + 1)
-        tokens = max(options.prefill_chunk, rows)
+        tokens = max(options.chunk_tokens(self.device_type), rows)
         return MemoryPlan(
             kv=KVCacheShape(
                 kv_format=fmt,

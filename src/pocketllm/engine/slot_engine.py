@@ -99,7 +99,7 @@ class SlotEngine:
             weakref.finalize(self, self._ranks.close)
         self.kernels.warm_up(self.runner.warm_up)
         self.slots = SlotTable(self.plan.kv.num_slots, self.plan.max_context, self.plan.kv.page_table())
-        self.passes = PassRunner(self.runner, self.slots, options.prefill_chunk, self.has_state)
+        self.passes = PassRunner(self.runner, self.slots, options.chunk_tokens(self.device.type), self.has_state)
         self._pending: dict[int, int] = {}  # slot -> tokens of its verify pass
 
     @property
