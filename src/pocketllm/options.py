@@ -81,8 +81,8 @@ class EngineOptions(_Checked):
     kernels             backend; auto picks the fastest for the device
     device              auto, cpu, cuda or cuda:N
     tensor_parallel     ranks that share the model, each a process with a GPU of its own (on a CPU: with some threads)
-    prefill_chunk       most prompt tokens computed in one step, a multiple of 64: bounds how long others wait. None: 512 on a
-                        CPU; 1,024 on a GPU, where fewer take nearly as long
+    prefill_chunk       most prompt tokens computed in one step, a multiple of 64: bounds how long others wait. None: 512;
+                        1,024 on a GPU, where fewer take nearly as long
     max_queue           requests that may wait for a slot; one more is refused
     max_draft_tokens    most drafted tokens a verify pass checks per slot
     num_snapshots       recurrent-state snapshots kept per engine (hybrid models)
