@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engines import engine, prompt
 from pocketllm import EngineOptions, SamplingParams
 from pocketllm.errors import OptionError
 from pocketllm.options import parse_bytes
@@ -87,3 +89,13 @@ def test_threads_come_from_the_option_the_environment_or_the_machine(monkeypatch
 def test_chunks_of_a_prompt_are_the_users_or_the_devices() -> None:
     assert [EngineOptions().chunk_tokens(device) for device in ("cpu", "cuda")] == [512, 1024]
     assert EngineOptions(prefill_chunk=64).chunk_tokens("cuda") == 64
+
+
+@pytest.mark.parametrize(("chunk", "steps"), [(128, 2), (None, 1)])
+def test_a_prompt_takes_a_step_for_each_chunk(chunk: int | None, steps: int, tmp_path: Path) -> None:
+    running = engine("qwen3", tmp_path, prefill_chunk=chunk)
+    running.add_request(prompt(200), SamplingParams(max_tokens=1))
+    taken = 1
+    while not running.step():
+        taken += 1
+    assert taken == steps
