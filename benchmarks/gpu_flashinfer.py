@@ -74,7 +74,7 @@ def main() -> None:
         torch.cuda.synchronize()
         rows.append(row(f"attend, {name}", slots, context, "bf16", q_len, time_graph(calls, 5), None))
     facts = {
-        "date": datetime.date.today().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "card": torch.cuda.get_device_name(DEVICE),
         "torch": torch.__version__,
         "shape": f"{HEADS}/{KV_HEADS} heads x {HEAD_DIM}, pages of {args.page} tokens, per layer",

@@ -337,9 +337,7 @@ def large_model(report: Report, model: str, formats: list[str], parts: set[str])
         if "same" in parts:
             report.part("same", 20, lambda: same_bits(report, engine))
         if "decode" in parts:
-            for slots, length in CASES:
-                case = partial(decode_row, report, engine, slots, length, bandwidth)
-                report.part(f"decode {slots} x {length}", 20, case)
+            decode_rows(report, engine, bandwidth)
         if "profile" in parts:
             report.part("profile", 20, lambda: profiles(report, engine, bandwidth))
         if "soak" in parts:
@@ -350,6 +348,11 @@ def large_model(report: Report, model: str, formats: list[str], parts: set[str])
     for kv in formats[1:] if "kv" in parts else ():
         free_memory()
         report.part(f"kv {kv}", 40, partial(other_kv, report, model, kv, context, bandwidth))
+
+
+def decode_rows(report: Report, engine: Engine, bandwidth: float) -> None:
+    for slots, length in CASES:
+        report.part(f"decode {slots} x {length}", 20, partial(decode_row, report, engine, slots, length, bandwidth))
 
 
 def other_kv(report: Report, model: str, kv: str, context: int, bandwidth: float) -> None:

@@ -110,7 +110,7 @@ def test_a_plan_counts_the_devices_own_chunk_of_a_prompt() -> None:
         options = EngineOptions(max_batch_size=1, max_context=4096, prefill_chunk=chunk)
         return plan_memory(config, options, None, device).workspace
 
-    assert workspace("cuda", None) == workspace("cuda", 1024) > workspace("cuda", 512)
+    assert workspace("cuda", None) == workspace("cuda", 2048) > workspace("cuda", 512)
     assert workspace("cpu", None) == workspace("cpu", 512)
 
 

@@ -87,7 +87,7 @@ def test_threads_come_from_the_option_the_environment_or_the_machine(monkeypatch
 
 
 def test_chunks_of_a_prompt_are_the_users_or_the_devices() -> None:
-    assert [EngineOptions().chunk_tokens(device) for device in ("cpu", "cuda")] == [512, 1024]
+    assert [EngineOptions().chunk_tokens(device) for device in ("cpu", "cuda")] == [512, 2048]
     assert EngineOptions(prefill_chunk=64).chunk_tokens("cuda") == 64
 
 

@@ -33,6 +33,7 @@ from pocketllm.weights.shared import SharedSource
 from pocketllm.weights.source import WeightSource
 
 BLOCK = 1 << 20  # logits compared at a time: what float64 copies of a few rows take stays in the processor's cache
+_MOST_LOGITS = 512  # tokens whose logits [tokens, vocabulary] float32 two engines give at a time: no plan counts them
 BASELINE = "auto"  # the option's word for the plain format of the compute type
 
 
@@ -172,7 +173,7 @@ class KVEval:
     ) -> list[Loss]:
         """The loss of the baseline (none) and of each format, over tokens // window windows, spread over the texts."""
         windows = _share(texts, tokens // window, window)
-        step = self._options.chunk_tokens(self.baseline.device.type)
+        step = min(self._options.chunk_tokens(self.baseline.device.type), _MOST_LOGITS)
         base_nll: list[Tensor] = []
         found: dict[str, list[Comparison]] = {name: [] for name in self.engines}
         engines = {self.baseline_name: self.baseline, **self.engines}

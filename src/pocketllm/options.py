@@ -25,7 +25,9 @@ EmbeddingStorage = Literal["none", "w8", "fp8"]
 LogFormat = Literal["text", "json"]
 
 CHUNK_ALIGNMENT = 64  # prefill chunks end on multiples of this, so the chunked delta rule sums in one order
-PREFILL_CHUNKS = {"cpu": 512, "cuda": 1024}  # tokens; on a GPU the host needs as long to launch a pass of 512
+# Tokens. On a GPU the host may take longer to launch a pass of fewer than the device to run it, and from so many on a chunk
+# attends through the library (`kernels.triton.attention.LONG`).
+PREFILL_CHUNKS = {"cpu": 512, "cuda": 2048}
 
 
 class _Checked:
@@ -82,7 +84,7 @@ class EngineOptions(_Checked):
     device              auto, cpu, cuda or cuda:N
     tensor_parallel     ranks that share the model, each a process with a GPU of its own (on a CPU: with some threads)
     prefill_chunk       most prompt tokens computed in one step, a multiple of 64: bounds how long others wait. None: 512;
-                        1,024 on a GPU, where fewer take nearly as long
+                        2,048 on a GPU
     max_queue           requests that may wait for a slot; one more is refused
     max_draft_tokens    most drafted tokens a verify pass checks per slot
     num_snapshots       recurrent-state snapshots kept per engine (hybrid models)

@@ -75,7 +75,7 @@ ENGINE_FLAGS = (
          metavar="auto|cpu|cuda|cuda:N"),
     Flag("tensor_parallel", "--tensor-parallel", "Ranks that share the model: a GPU each (on a CPU, a process each).", int),
     Flag("prefill_chunk", "--prefill-chunk",
-         "Most prompt tokens in one step, a multiple of 64 (default: 512; on a GPU 1,024).", int),
+         "Most prompt tokens in one step, a multiple of 64 (default: 512; on a GPU 2,048).", int),
     Flag("max_draft_tokens", "--max-draft-tokens", "Most drafted tokens a verify pass checks per slot.", int),
     Flag("num_snapshots", "--snapshots", "Recurrent-state snapshots kept (hybrid models).", int),
     Flag("attention_window", "--attention-window", "See only the last N tokens (0: all). Changes results.", int),

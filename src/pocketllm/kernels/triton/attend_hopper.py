@@ -22,8 +22,8 @@ PROGRAMS = 2  # of a multiprocessor, so that one's tensor cores work while the o
 REGISTERS = 65536 // (PROGRAMS * 8 * 32)  # of a thread; eight warps are set up: the copying one takes the place of four
 ROOM = 113 * 1024  # bytes of shared memory a program may take: half of a multiprocessor's, but for what is reserved
 MOST_STAGES = 4
-# Slots up to which programs make pairs of decode's queries themselves, for every piece of work anew: one kernel less to wait
-# for, the same bits.
+# Slots up to which programs make pairs of queries themselves, up to 8 rows of a KV head, for every piece of work anew: one
+# kernel less to wait for, the same bits.
 OWN_SLOTS = 4
 # Of a row that is merged: warps, rounds at once, and how many times those are on their way; for up to so many rows for each
 # multiprocessor, and for more. Few rows are waiting for memory, and what many need is registers for all to run at once.

@@ -73,7 +73,7 @@ def told(notes, buffer):
 
 @gluon.constexpr_function
 def queries_layout(D):
-    """[N, D]: a warp has whole rows, or D = 128 two at a time; a thread, 8 neighbours."""
+    """[N, D]: a warp has a whole row (of D = 128: two), a thread 8 neighbours."""
     return gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
 
 

@@ -22,6 +22,8 @@ GROUPS = 2  # groups of 128 columns that a program takes at a time
 UNIT = 128 * GROUPS  # columns
 MOST_HIDDEN = 16384  # a program adds up the squares of all groups of a row at once
 MOST_UNEVEN = 1.03  # units of the program with most of them over the mean, of gate and up in `own_pairs`
+MOST_PAIRS = 4  # of a program: the kernel has code for each
+KEPT = 3072  # bytes of shared memory for weights' scales (`bridge_kernels.keep_scales`)
 ADDED_ROWS = 8  # that one program adds up of a pair that is left over there
 # rows: (warps that multiply, places in the ring of units of weights and of rows, units of weights on their way)
 SIZES = {8: (8, 6, 6, 2), 16: (8, 6, 2, 2), 32: (8, 5, 2, 2), 64: (8, 3, 3, 2)}
@@ -42,6 +44,9 @@ def _fits(weights: Bridge) -> bool:
     if any(w.format.name != "fp8_block" or w.shape[0] % TILE or w.shape[1] % UNIT for w in big):
         return False
     if len(weights.next_in) > 2 or any(not w.pairs for w in weights.next_in[1:]):
+        return False
+    tiles = weights.next_in[0].shape[0] // TILE + 2 if weights.next_in else 0
+    if 4 * GROUPS * sum(_most_units(weights, tiles)) > KEPT:
         return False
     return weights.out.shape[0] <= MOST_HIDDEN and all(w.bias is None for w in (*big, *weights.next_in))
 
@@ -68,13 +73,17 @@ def _cuts(weights: Bridge) -> tuple[list[tuple[int, int]], int]:
 @cache
 def own_pairs(tiles: int, units: int, programs: int) -> tuple[int, int, int] | None:
     """How gate's and up's `tiles` tiles are shared out if each program is to have whole pairs of them: pairs of a program,
-    how many are left over, and units of a part of those, of which a program has one at most. None where the program with
-    most units would have too many more than the mean, or too few have no part, who add them up."""
+    how many are left over, and units of a part of those, of which a program has one at most. None where the busiest program
+    would have over MOST_UNEVEN times the mean, or where too few are left without a part to add the parts up.
+
+    It must follow from the arguments alone: bridges of a shape share counters (`_sync_of`)."""
     own, left = divmod(tiles // 2, programs)
+    if left == 0:
+        return (own, 0, units) if 0 < own <= MOST_PAIRS else None
     parted, adders = 2 * units * left, left * (SMALL_BATCH // ADDED_ROWS)
     # a part is in one tile, and of as few units as can be
     cut = next((n for n in range(1, units + 1) if units % n == 0 and parted <= n * (programs - adders)), None)
-    if own == 0 or cut is None or (2 * units * own + (cut if left else 0)) * programs > MOST_UNEVEN * tiles * units:
+    if not 0 < own <= MOST_PAIRS or cut is None or (2 * units * own + cut) * programs > MOST_UNEVEN * tiles * units:
         return None
     return own, left, cut
 
@@ -98,7 +107,7 @@ def _most_units(weights: Bridge, last_tiles: int) -> tuple[int, ...]:
     counts = [-(-tiles * units // programs) for tiles, units in cuts]
     own = _own_pairs(weights)
     if own is not None:
-        counts[1] = 2 * cuts[1][1] * own[0] + own[2]
+        counts[1] = 2 * cuts[1][1] * own[0] + (own[2] if own[1] else 0)
     counts.append(-(-max(last_tiles, 1) // programs) * (weights.out.shape[0] // UNIT))
     return tuple(triton.next_power_of_2(n) for n in counts)
 

@@ -8,8 +8,9 @@ kernel's start nor between two products. Each group of columns of the rows is as
 
 No more than FLIGHT units are on their way at a time. With a whole ring of them, whatever else goes to memory and back stands
 behind 4 us of weights: parts, counters and flags, five times between two products. (A step of 27B at one slot on an H200,
-`gpu_families.py --rings`: 7.39 ms with 2 of 6 on their way, 7.61 with 3, 8.05 with 1.) Where a program has hardly more than
-a tile of gate and up, as in a rank of two, half of them have nothing of the last product: the others take more at a time.
+`gpu_families.py --rings`: 7.39 ms with 2 of 6 on their way, 7.61 with 3, 8.05 with 1.) Where programs have no pairs of
+their own (`bridge_pairs`), FLIGHT does not hold inside of the second product and the last: tried on a rank of two, of whose
+programs half have nothing of the last product.
 """
 
 from __future__ import annotations

@@ -183,15 +183,16 @@ def bridge_kernel(
     of a tile of the first three products; OWN: see `run_of_pairs`. MOST: units of a program of each, at most, a power of
     two.
     sync int64: of each program how many kernels it has been in; of each tile of the first three products (gate and up
-    together) a counter; and of each a flag.
+    together) a counter; and of each a flag. With OWN, of gate and up two counters for each shared pair instead, one of which
+    only grows (`bridge_pairs`).
     With RANKS > 1, *_inboxes and stop are those of two `parallel.Place`s, for the sums of the first and the third product.
     """
     K: gl.constexpr = 128 * GROUPS  # of a unit
     SIZES: gl.constexpr = ((A // K, H // K, I // K, H // K), (0, 0 if OWN is None else 3, 0, 3), GROUPS)
     PAIRS: gl.constexpr = 2 * ROWS
     NBYTES: gl.constexpr = (GROUPS * 128 * 128, GROUPS * (128 + 4) * PAIRS)
-    WEIGHTS: gl.constexpr = PLACES[0]
-    ROWS_HERE: gl.constexpr = PLACES[1]
+    WEIGHT_PLACES: gl.constexpr = PLACES[0]
+    ROW_PLACES: gl.constexpr = PLACES[1]
     w_smem = gl.allocate_shared_memory(gl.float8e4nv, [PLACES[0], GROUPS, 128, 128], w_out.layout)
     x_smem = gl.allocate_shared_memory(gl.float8e4nv, [PLACES[1], GROUPS, PAIRS, 128], x.layout)
     scales_smem = gl.allocate_shared_memory(gl.float32, [PLACES[1], GROUPS, PAIRS], x_s.layout)
@@ -224,10 +225,10 @@ def bridge_kernel(
     # What is read: first unit and end of each product's run (for the second see `unit_at`); tiles of the last's wide matrix,
     # and of both.
     plan = (weights, (first0, first1, first2, first3), (end0, end1, end2, end3), in_tiles, tiles, (shared, jump))
-    for s in gl.static_range(WEIGHTS):
+    for s in gl.static_range(WEIGHT_PLACES):
         mbarrier.init(weights_here.index(s), count=1)
         mbarrier.init(weights_read.index(s), count=1)
-    for s in gl.static_range(ROWS_HERE):
+    for s in gl.static_range(ROW_PLACES):
         mbarrier.init(rows_here.index(s), count=1)
         mbarrier.init(rows_read.index(s), count=1)
     fence_async_shared()

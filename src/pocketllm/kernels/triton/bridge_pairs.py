@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
-# ruff: noqa: SIM114  (a condition the compiler knows, and one that it does not)
+# ruff: noqa: SIM114  (conditions the compiler knows, and ones that it does not)
 """Gate and up of a bridge (see `bridge_kernels`) where a program has whole pairs of their tiles.
 
 A pair is a tile of gate and the one of up for the same 128 columns. Shared out by units, as other products, nearly every
@@ -96,6 +96,7 @@ def multiply_pairs(
     K: gl.constexpr = SIZES[0][1]
     GROUPS: gl.constexpr = SIZES[2]
     COUNT: gl.constexpr = OWN[0]
+    SHARED: gl.constexpr = OWN[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * ROWS, 32])
     _, firsts, ends, _, _, pieces = plan
     shared, jump = pieces
@@ -103,13 +104,14 @@ def multiply_pairs(
     counters, flags = meetings[0][1], meetings[1]
     nothing = gl.zeros([128, 2 * ROWS], gl.float32, layout)
     width = 256 * OWN[1]
-    sums = nothing
-    for i in range(shared):
-        sums = add_unit(sums, nothing, kept, i, ring, ends[0] + i, GROUPS, ROWS)
-    if shared > 0:
-        tile, part = firsts[1] // K, firsts[1] % K // OWN[2]
-        store_tile(sums, None, parts + part * num_rows * width, tile, width, num_rows, ROWS)
-        arrive(counters + tile // 2)
+    if SHARED > 0:
+        sums = nothing
+        for i in range(shared):
+            sums = add_unit(sums, nothing, kept, i, ring, ends[0] + i, GROUPS, ROWS)
+        if shared > 0:
+            tile, part = firsts[1] // K, firsts[1] % K // OWN[2]
+            store_tile(sums, None, parts + part * num_rows * width, tile, width, num_rows, ROWS)
+            arrive(counters + tile // 2)
     for pair in gl.static_range(COUNT):
         begun = shared + 2 * pair * K
         sums = nothing
@@ -118,7 +120,10 @@ def multiply_pairs(
         gate = whole(sums, ROWS)
         if pair == 0:
             keep_factors(factors, squares, flags[0], num_rows, eps, epoch, H, ROWS, WARPS)
-            _add_shared(parts, width, inner, factors, counters, flags[1], num_rows, epoch, I, ROWS, WARPS, PARTS, OWN)
+            if SHARED > 0:
+                _add_shared(
+                    parts, width, inner, factors, counters, flags[1], num_rows, epoch, I, ROWS, WARPS, PARTS, OWN
+                )
         sums = nothing
         for i in range(begun + K, begun + 2 * K):
             sums = add_unit(sums, nothing, kept, i, ring, ends[0] + i, GROUPS, ROWS)

@@ -25,8 +25,9 @@ def _tile(smem, place, group: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.const
 @gluon.jit
 def _start(ring, g, group: gl.constexpr, PAIRS: gl.constexpr, nothing, GROUPS: gl.constexpr):
     """A group's product, on its way."""
-    w = _tile(ring[0], g % ring[0].shape[0], group, 128, GROUPS)
-    x = _tile(ring[1], g % ring[1].shape[0], group, PAIRS, GROUPS).permute((1, 0))
+    w_smem, x_smem, _, _, _, _, _ = ring
+    w = _tile(w_smem, g % w_smem.shape[0], group, 128, GROUPS)
+    x = _tile(x_smem, g % x_smem.shape[0], group, PAIRS, GROUPS).permute((1, 0))
     return warpgroup_mma(w, x, nothing, use_acc=False, is_async=True)
 
 
@@ -46,8 +47,9 @@ def _add(sums, product, factors):
 @gluon.jit
 def _done(ring, g):
     """The g-th unit has been read."""
-    mbarrier.arrive(ring[5].index(g % ring[0].shape[0]))
-    mbarrier.arrive(ring[6].index(g % ring[1].shape[0]))
+    w_smem, x_smem, _, _, _, weights_read, rows_read = ring
+    mbarrier.arrive(weights_read.index(g % w_smem.shape[0]))
+    mbarrier.arrive(rows_read.index(g % x_smem.shape[0]))
 
 
 @gluon.jit
@@ -57,11 +59,12 @@ def add_unit(sums, nothing, kept, i, ring, g, GROUPS: gl.constexpr, ROWS: gl.con
     nothing: zeros like sums; kept: the weight's scales of the run's units, [.., GROUPS]; ring: `bridge_feed.feed_weights`.
     """
     PAIRS: gl.constexpr = 2 * ROWS
-    WEIGHTS: gl.constexpr = ring[0].shape[0]
-    PLACES: gl.constexpr = ring[1].shape[0]
+    w_smem, x_smem, _, weights_here, rows_here, _, _ = ring
+    WEIGHT_PLACES: gl.constexpr = w_smem.shape[0]
+    ROW_PLACES: gl.constexpr = x_smem.shape[0]
     layout: gl.constexpr = sums.type.layout
-    mbarrier.wait(ring[3].index(g % WEIGHTS), g // WEIGHTS & 1)
-    mbarrier.wait(ring[4].index(g % PLACES), g // PLACES & 1)
+    mbarrier.wait(weights_here.index(g % WEIGHT_PLACES), g // WEIGHT_PLACES & 1)
+    mbarrier.wait(rows_here.index(g % ROW_PLACES), g // ROW_PLACES & 1)
     if ROWS > _TOGETHER:  # registers hold one product
         for group in gl.static_range(GROUPS):
             group_factors = _factors(kept, i, ring, g, group, layout)
