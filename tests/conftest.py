@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from toy_formats import Fp32WithoutKeyBias, Int16Fixed
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["POCKETLLM_THREADS"] = "1"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background, and so for all that tests start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # idle OpenMP threads spin: tiny operations get up to 150 times slower with two
 
 
