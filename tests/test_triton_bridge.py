@@ -3,6 +3,7 @@ kernel itself, which is made for Hopper, on a GPU."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,15 @@ def test_no_bridge_where_none_can_be() -> None:
     assert kernels.bridge(odd, 8, torch.bfloat16) is None
     if not BRIDGED:
         assert kernels.bridge(weights, 8, torch.bfloat16) is None
+
+
+def test_no_bridge_whose_scales_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge: Any = importlib.import_module("pocketllm.kernels.triton.bridge")  # the package has a function of that name
+    monkeypatch.setattr(bridge, "multiprocessors", lambda _: 132)
+    weights = random_bridge(512, 256, 768, 384, small=False, last=False)
+    assert bridge._fits(weights)
+    monkeypatch.setattr(bridge, "multiprocessors", lambda _: 1)  # has all units: 4 + 32 + 16 + 16 of 8 bytes
+    monkeypatch.setattr(bridge, "KEPT", 8 * 68 - 1)
+    assert not bridge._fits(weights)
+    monkeypatch.setattr(bridge, "KEPT", 8 * 68)
+    assert bridge._fits(weights)

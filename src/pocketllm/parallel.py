@@ -76,16 +76,14 @@ class Place:
     addresses: Tensor  # [size] int64: each rank's, as this one's device sees it
     flags: Tensor  # [size] int64: addresses of each rank's flags, [MOST_MEETINGS, size] int32; a flag is 1 from when a
     #                kernel has said that its rank's memory is ready until the one it says it to has seen that
-    inboxes: (
-        Tensor  # [size] int64: addresses of each rank's words int64, 0 at first, [size (from), rows, hidden size], or
-    )
-    #                  of up to FEW_ROWS rows [size, parts, rows, hidden size]
+    # [size] int64: addresses of each rank's words int64, 0 at first: [size (from), rows, hidden size], or, of up to FEW_ROWS
+    # rows, [size, parts, rows, hidden size]
+    inboxes: Tensor
     stop: Tensor  # [1] int32, of all places: from when it is not 0, nobody waits for words
     rank: int
     size: int
-    meetings: dict[tuple[int, ...], Tensor] = field(
-        default_factory=dict
-    )  # what programs of bridges meet by, by shape: one
+    # What programs of bridges meet by (`kernels.triton.bridge`), by their shape, of which there is one
+    meetings: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor at the beginning of `memory`."""

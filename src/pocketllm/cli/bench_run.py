@@ -99,8 +99,9 @@ class Bench:
             gc.collect()  # the next row's plan counts on this memory
 
     def _measure(self, engine: Engine, context: int) -> Row:
-        for length in (min(self._prompt, 64), self._prompt):  # the first one warms up
-            prefill_tok_s = self._prompt / timed_prefill(engine, random_tokens(engine, length, 0))
+        chunk = engine.options.chunk_tokens(engine.device.type)
+        timed_prefill(engine, random_tokens(engine, min(self._prompt, chunk), 1))  # warms up: libraries choose by size
+        prefill_tok_s = self._prompt / timed_prefill(engine, random_tokens(engine, self._prompt, 0))
         slots = engine.plan.kv.num_slots
         filled = choose_fill(self._fill, slots * context / prefill_tok_s)
         prompts = [random_tokens(engine, context + 1, slot) for slot in range(slots)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,14 +120,14 @@ class Terminal:
         prompt = f"{self._room.current.name} > " if sys.stdin.isatty() else ""
         return input(prompt).strip()
 
-    def _show(self, pieces: Iterator[str]) -> None:
+    def _show(self, pieces: Generator[str, None, None]) -> None:
         with stop_on_interrupt() as stopped:
             for piece in pieces:
                 self._out.out(piece, end="", highlight=False)
                 self._out.file.flush()
                 if stopped():
                     break
-            pieces.close()  # type: ignore[attr-defined]  # an abandoned generator ends its request here, not sometime
+            pieces.close()  # an abandoned generator ends its request here, not sometime
         self._out.print()
         self._say(_figures(self._room.answer))
 

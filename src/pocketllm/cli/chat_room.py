@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,11 +157,11 @@ class ChatRoom:
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Generator[str, None, None]:
         """The answer to `text`, piece by piece; `self.answer` has its figures. A failed turn is taken back."""
         return self._turn(self.current.messages, text)
 
-    def retry(self) -> Iterator[str]:
+    def retry(self) -> Generator[str, None, None]:
         """Answer the last question again, forgetting the answer it got."""
         messages = self.current.messages
         last = next((i for i in range(len(messages) - 1, -1, -1) if messages[i]["role"] == "user"), None)
@@ -169,7 +169,7 @@ class ChatRoom:
             raise RequestError("nothing was asked yet")
         return self._turn(messages[:last], messages[last]["content"])
 
-    def _turn(self, earlier: list[dict[str, str]], text: str) -> Iterator[str]:
+    def _turn(self, earlier: list[dict[str, str]], text: str) -> Generator[str, None, None]:
         conversation, before = self.current, self.current.messages
         conversation.messages = [*earlier, {"role": "user", "content": text}]
         try:
@@ -178,7 +178,7 @@ class ChatRoom:
             conversation.messages = before
             raise
 
-    def _generate(self, conversation: Conversation) -> Iterator[str]:
+    def _generate(self, conversation: Conversation) -> Generator[str, None, None]:
         engine, answer = self.llm.engine, Answer()
         self.answer = answer
         prompt = self.llm.chat_prompt(conversation.messages)

@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from pocketllm.kernels.triton.attend_splits import num_splits
-from pocketllm.kernels.triton.gluon_pieces import launch_dependents, wait_for_kernels
-from pocketllm.kernels.triton.hopper_rotation import hadamard_of_a_row, powers
+from pocketllm.kernels.triton.gluon_pieces import launch_dependents, powers, wait_for_kernels
+from pocketllm.kernels.triton.hopper_rotation import hadamard_of_a_row
 
 LANES = gl.constexpr(8)
 _SUMS = gl.constexpr(128)  # splits whose sums are read at once

@@ -71,7 +71,7 @@ def _add_shared(
 
     counters: of a pair, parts that have come, in all kernels; then, of a pair, programs that have added up their rows.
     """
-    ADDERS: gl.constexpr = max(ROWS // _ADDED_ROWS, 1)
+    ADDERS: gl.constexpr = ROWS // _ADDED_ROWS
     j = gl.num_programs(0) - 1 - gl.program_id(0)
     if j < OWN[1] * ADDERS:
         group, first = j // ADDERS, j % ADDERS * _ADDED_ROWS

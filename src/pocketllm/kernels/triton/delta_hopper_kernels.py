@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from pocketllm.kernels.triton.delta_hopper import DIM, TAPS
 from pocketllm.kernels.triton.gated_delta_kernels import softplus, sum_of_parts
-from pocketllm.kernels.triton.gluon_pieces import is_last, launch_dependents, wait_for_kernels
+from pocketllm.kernels.triton.gluon_pieces import is_last, launch_dependents, powers, wait_for_kernels
 from pocketllm.kernels.triton.pairs import round_e4m3, scale_of
 
 PLACES = 4  # tokens whose vectors a bringer keeps ahead
@@ -37,17 +37,11 @@ _Q, _K, _V, _GATE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.conste
 
 
 @gluon.constexpr_function
-def _bits(first, end):
-    """Powers of two from first to below end: how a layout counts through a dimension."""
-    return [1 << i for i in range(first.bit_length() - 1, end.bit_length() - 1)]
-
-
-@gluon.constexpr_function
 def _by_columns(rows, warps):
     """Of [rows, DIM]: a thread has 4 columns of all rows, whichever warp it is in."""
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]] + [[i, 0] for i in _bits(1, rows)], [[0, i] for i in _bits(4, DIM)],
-        [[0, 0]] * len(_bits(1, warps)), [], [rows, DIM],
+        [[0, 1], [0, 2]] + [[i, 0] for i in powers(1, rows)], [[0, i] for i in powers(4, DIM)],
+        [[0, 0]] * len(powers(1, warps)), [], [rows, DIM],
     )  # fmt: skip
 
 
@@ -56,7 +50,7 @@ def _by_rows(warps):
     """Of [2, DIM], numbers for the rows of a state: a warp has those of its rows, all of them in each thread."""
     rows = DIM // warps
     return gl.DistributedLinearLayout(
-        [[0, i] for i in _bits(1, rows)] + [[1, 0]], [[0, 0]] * 5, [[0, i] for i in _bits(rows, DIM)], [], [2, DIM]
+        [[0, i] for i in powers(1, rows)] + [[1, 0]], [[0, 0]] * 5, [[0, i] for i in powers(rows, DIM)], [], [2, DIM]
     )
 
 

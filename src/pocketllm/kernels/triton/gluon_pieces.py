@@ -19,6 +19,12 @@ def power_of_two(n, least=1):
     return max(least, 1 << (n - 1).bit_length())
 
 
+@gluon.constexpr_function
+def powers(first, end):
+    """The powers of two first, 2 first .. below end: how a layout counts through a dimension."""
+    return [1 << i for i in range(first.bit_length() - 1, (end - 1).bit_length())]
+
+
 @gluon.jit
 def launch_dependents():
     """The next kernel may start once all programs have come here."""

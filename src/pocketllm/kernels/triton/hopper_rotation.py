@@ -10,12 +10,6 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def powers(first, end):
-    """The powers of two first, 2 first .. below end."""
-    return [1 << i for i in range(first.bit_length() - 1, (end - 1).bit_length())]
-
-
-@gluon.constexpr_function
 def _exchange_asm(distance):
     return f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
 
