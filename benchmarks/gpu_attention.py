@@ -33,6 +33,7 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pocketllm.cache.formats import KV_FORMATS
+from pocketllm.engine.device import set_cache_aside
 from pocketllm.kernels import reference
 from pocketllm.kernels import triton as kernels
 from pocketllm.kernels.triton.attention import LONG, attend_with, prefill_with
@@ -291,6 +292,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=70)
     parser.add_argument("--workers", type=int, default=14, help="processes that compile ahead (default: 14)")
     options = parser.parse_args()
+    set_cache_aside(DEVICE)  # as an engine does
     if options.variants:
         names = [name for name in reversed(options.formats) if name != "bf16"]
         compare_variants(names, options.seconds, options.workers)

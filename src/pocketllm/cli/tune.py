@@ -35,6 +35,7 @@ def tune(
     import torch
 
     from pocketllm.cache.formats import KV_FORMATS, kv_format
+    from pocketllm.engine.device import set_cache_aside
 
     chosen = [kv_format(name) for name in formats or [name for name in KV_FORMATS if name != "fp32"]]
     if not torch.cuda.is_available():
@@ -45,6 +46,7 @@ def tune(
     except ModuleNotFoundError as error:
         raise OptionError(f"{error.name} is not installed: tune is for the Triton kernels") from None
     config, device, out = _config(model), torch.device("cuda", 0), console.stderr()
+    set_cache_aside(device)
     found = []
     for kind in chosen:
         out.print(f"[bold]{kind.name}[/]")

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from pocketllm.engine.device import allocate_exactly, available_memory, limit_memory, of_one_kind, pick_device
+from pocketllm.engine.device import (
+    allocate_exactly,
+    available_memory,
+    limit_memory,
+    of_one_kind,
+    pick_device,
+    set_cache_aside,
+)
 from pocketllm.engine.lead import LeadRunner, Ranks
 from pocketllm.engine.memory_advice import check_fits
 from pocketllm.engine.memory_plan import MemoryPlan, compute_dtype, gib, plan_memory
@@ -56,6 +63,7 @@ class RankBuilder:
         """Allocates what the plan says. MemoryPlanError if the device has less than it said."""
         options, config = self.options, self.checkpoint.config
         allocate_exactly(self.device)
+        set_cache_aside(self.device)
         limit_memory(self.device, None if options.memory_limit is None else options.memory_limit - plan.runtime)
         try:
             policy = Policy.of(options, compute_dtype(options, self.device.type), self.kernels)

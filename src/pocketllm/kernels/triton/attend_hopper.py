@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,14 +15,13 @@ from pocketllm.kernels.triton.pieces import HopperPieces, TritonPieces
 from pocketllm.kernels.triton.tuning import AttendConfig, is_hopper, multiprocessors
 from pocketllm.kernels.types import AttentionMask, LayerKV
 
-HEAD_DIM = 256
+HEAD_DIMS = (128, 256)
 TILE = 64  # tokens
 CHUNK = 32  # tokens whose V is decoded at a time
 MOST_ROWS = 32  # query rows of a piece of work
-PROGRAMS = 2  # of a multiprocessor, so that one's tensor cores work while the other's softmax does
-REGISTERS = 65536 // (PROGRAMS * 8 * 32)  # of a thread; eight warps are set up: the copying one takes the place of four
-ROOM = 113 * 1024  # bytes of shared memory a program may take: half of a multiprocessor's, but for what is reserved
-MOST_STAGES = 4
+REGISTERS = 168  # of a thread: twelve warps are set up, of whose registers the eight that compute get most
+ROOM = 227 * 1024  # bytes of shared memory a program may take: a multiprocessor has one
+MOST_PLACES = 12
 # Slots up to which programs make pairs of queries themselves, up to 8 rows of a KV head, for every piece of work anew: one
 # kernel less to wait for, the same bits.
 OWN_SLOTS = 4
@@ -38,9 +38,17 @@ def suits(kv: LayerKV, mask: AttentionMask) -> bool:
 
 
 def fits(kv: LayerKV, pieces: TritonPieces, mask: AttentionMask) -> bool:
-    """Whether a layer's cache is read by this one: where `suits` says so, heads of 256 and a format that offers
+    """Whether a layer's cache is read by this one: where `suits` says so, heads of 128 or 256 and a format that offers
     `HopperPieces`."""
-    return pieces.hopper is not None and kv.head_dim == HEAD_DIM and suits(kv, mask)
+    return pieces.hopper is not None and kv.head_dim in HEAD_DIMS and suits(kv, mask)
+
+
+def of_both_groups(config: AttendConfig) -> AttendConfig:
+    """With the splits of this kernel, of which a group of warps has half: twice those of the table, where that fits."""
+    first = 2 * config.first_split
+    if first and config.first_tokens % first:
+        first = config.first_split
+    return replace(config, split=2 * config.split, first_split=first)
 
 
 @cache
@@ -50,14 +58,13 @@ def _pieces(pieces: TritonPieces) -> HopperPieces:
 
 
 def tiles_of(plane: Tensor) -> Any:
-    """A descriptor of a plane [pages, page, HK, width] for tiles of one head, 128 bytes of a row at a time."""
+    """A descriptor of a plane [pages, page, HK, width] for tiles of one head, up to 128 bytes of a row at a time."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     rows, width = plane.shape[0] * plane.shape[1], plane.shape[2] * plane.shape[3]
-    return TensorDescriptor(
-        plane, [rows, width], [width, 1], [TILE, plane.shape[3]], NVMMASharedLayout(128, 8 * plane.itemsize, 2)
-    )
+    row = NVMMASharedLayout(min(plane.shape[3] * plane.itemsize, 128), 8 * plane.itemsize, 2)
+    return TensorDescriptor(plane, [rows, width], [width, 1], [TILE, plane.shape[3]], row)
 
 
 def split(
@@ -82,7 +89,7 @@ def split(
     per_head = -(-group_rows // rows)
     heads = {"Q": q_len, "HQ": num_heads, "HK": kv_heads, "D": head_dim, "N": rows, "EARLY": early}
     queries = factors = None
-    if rows > 8 or n > OWN_SLOTS:
+    if rows > 8 or n > OWN_SLOTS or head_dim != 256:
         codes = torch.empty(n * kv_heads * per_head * 2 * rows, head_dim, dtype=k.dtype, device=device)
         factors = torch.empty(n * kv_heads * per_head * rows, dtype=torch.float32, device=device)
         query_pairs_kernel[(n * q_len, num_heads)](
@@ -91,12 +98,15 @@ def split(
         )  # fmt: skip
         queries = TensorDescriptor.from_tensor(codes, [2 * rows, head_dim], NVMMASharedLayout(128, 8, 2))
     own = (q, signs) if queries is None else (None, None)
-    stage, fixed = TILE * (k.shape[3] + v.shape[3] + 8), rows * (4 * head_dim + 2 * TILE + 40) + 2048
-    hopper_split_kernel[(PROGRAMS * multiprocessors(device),)](
+    # Pairs of queries in two buffers, or in two of each group; two groups' weights; what one gives the other.
+    buffers = 4 if queries is None else 2
+    place = TILE * (k.shape[3] + v.shape[3] + 8)
+    fixed = rows * (buffers * (2 * head_dim + 4) + 4 * TILE + 4 * head_dim + 72) + 3072
+    hopper_split_kernel[(multiprocessors(device),)](
         tiles_of(k), tiles_of(v), k_scales, v_scales, *own, queries, factors, kv.block_table, kv.block_table.shape[1],
         slot_ids, kv_lens, n, part_out, part_sums, part_out.shape[1], scale,
         PAGE=kv.page_size, SPLITS=config.splits, NP=max(triton.next_power_of_2(n), 32),
-        STAGES=min((ROOM - fixed) // stage, MOST_STAGES), CHUNK=CHUNK, PAIR=hopper.pair, JOIN=hopper.join,
+        PLACES=min((ROOM - fixed) // place & -2, MOST_PLACES), CHUNK=CHUNK, PAIR=hopper.pair, JOIN=hopper.join,
         LOAD_V=hopper.load_v, IN_ORDER=hopper.in_order, V_FACTOR=hopper.v_factor, **heads,
         num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=early > 0,
     )  # fmt: skip

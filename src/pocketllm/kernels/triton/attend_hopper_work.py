@@ -107,3 +107,26 @@ def largest_of(scores, room, N: gl.constexpr, layout: gl.constexpr):
 def over_pairs(x, N: gl.constexpr):
     """x [64, N] with the two rows that a thread has added up: [32, N]."""
     return gl.sum(x.reshape([_WARPS, 2, 8, N]), axis=1).reshape([_TILE // 2, N])
+
+
+_LARGEST_OF_WARP = gl.constexpr(
+    "{\n.reg .b32 x;\nmov.b32 x, $1;\nredux.sync.max.s32 x, x, 0xffffffff;\nmov.b32 $0, x;\n}"
+)
+
+
+@gluon.jit
+def note_highest(x, room, N: gl.constexpr):
+    """Leaves each warp's largest of x [64, N], or 0, in room [4, 32], for `highest` once all warps have done so."""
+    x = gl.max(gl.max(gl.max(x.reshape([_WARPS, 2, 8, N // 8, 4, 2]), axis=5), axis=3), axis=1)  # of each thread
+    # Numbers that are not negative are in the order of their bits.
+    x = gl.inline_asm_elementwise(
+        _LARGEST_OF_WARP, "=f,f", [gl.maximum(x, 0.0)], dtype=gl.float32, is_pure=False, pack=1
+    )
+    room.store(x.reshape([_WARPS, 32]))
+
+
+@gluon.jit
+def highest(room):
+    """The largest that `note_highest` has left."""
+    everywhere: gl.constexpr = gl.DistributedLinearLayout([[1, 0], [2, 0]], [[0, 0]] * 5, [[0, 0]] * 2, [], [_WARPS, 1])
+    return gl.max(gl.max(room.slice(0, 1, 1).load(everywhere), axis=0), axis=0)

@@ -140,6 +140,8 @@ def attend_with(
     """`attend` with given tile sizes, as the tuner calls it."""
     n, q_len, num_heads, head_dim = q.shape
     chosen = config.attend if num_heads // kv.planes[0].shape[2] * q_len <= ROWS else config.verify
+    if attend_hopper.fits(kv, pieces_of(kv), mask):
+        chosen = attend_hopper.of_both_groups(chosen)
     max_splits = chosen.num_splits(kv.block_table.shape[1] * kv.page_size)
     at_a_time = max(PARTIALS // (q_len * num_heads * max_splits * (head_dim + 2) * 4), 1)
     q = q.contiguous()

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, Prefi
 from pocketllm.kernels.types import AttentionMask, LayerKV, PlaneSpec
 
 PAGE = 256
+AWAKE = 0.015  # seconds of replays before any is timed: a device that has paused is a tenth slower at first
 COLD = 2 * 2**30  # bytes of distinct storage a timed graph walks through, far more than an L2
 SPLITS = (256, 512, 1024)
 # Of decode and verify, for their sums to be the same to the last bit:
@@ -72,8 +74,10 @@ def random_layers(
 
 
 def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
-    """Median microseconds of one of `calls`, run one after another in a CUDA graph."""
+    """Median microseconds of one of `calls`, run one after another in a CUDA graph. (Within tens of milliseconds: under load
+    for longer, a card may reach the limit of its power, and be slower again.)"""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # what calls read may still be on its way
     with torch.cuda.stream(stream):
         calls[0]()
     torch.cuda.synchronize()
@@ -81,15 +85,19 @@ def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    begin = time.monotonic()
+    while time.monotonic() - begin < AWAKE:
+        graph.replay()
+        torch.cuda.synchronize()
     times: list[float] = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times[1:])[repeats // 2]
+    return sorted(times)[repeats // 2]
 
 
 def attend_calls(

@@ -19,7 +19,7 @@ import torch
 @dataclass(frozen=True)
 class AttendConfig:
     """split: tokens per split; block_n: tokens per tile; programs per multiprocessor; Triton's warps and stages. (To
-    `attend_hopper` and `attend_hopper_plain`, only splits matter.)
+    `attend_hopper_plain` only splits matter; to `attend_hopper`, too, and its own are twice as long.)
 
     halves: unpack V by halves of its dims, for less shared memory and fewer registers. first_split: tokens per split among
     a slot's first `first_tokens`, whole splits of them: one short slot alone would else keep few multiprocessors busy.

@@ -10,25 +10,30 @@ from pocketllm.kernels.triton.attend_hopper_queries import pair_e4m3
 from pocketllm.kernels.triton.hopper_pieces import in_order, join_e4m3, load_bytes
 from pocketllm.kernels.triton.pieces import HopperPieces
 
-# The byte in the upper half of 16 bits: its sign is in place, the rest belongs one bit lower.
-_TO_FP16 = gl.constexpr(
-    "{\n.reg .b32 z, y;\n"
-    + "".join(
-        f"""prmt.b32 z, ${8 + word}, ${10 + word}, 0x{4 + i}{4 + i}{i}{i};
+
+def _to_fp16(words: int) -> str:
+    """Words of four dims, first one token's, then the next one's -> for each dim, both tokens' fp16.
+
+    The byte in the upper half of 16 bits: its sign is in place, the rest belongs one bit lower.
+    """
+    lines = [
+        f"""prmt.b32 z, ${4 * words + word}, ${5 * words + word}, 0x{4 + i}{4 + i}{i}{i};
 shr.b32 y, z, 1;
 and.b32 y, y, 0x3f803f80;
 lop3.b32 ${4 * word + i}, z, 0x80008000, y, 0xea;
 """
-        for word in range(2)
+        for word in range(words)
         for i in range(4)
-    )
-    + "}"
-)
+    ]
+    return "{\n.reg .b32 z, y;\n" + "".join(lines) + "}"
+
+
+_ASM, _HALF_ASM = gl.constexpr(_to_fp16(2)), gl.constexpr(_to_fp16(1))
 
 
 @gluon.jit
 def load_v(codes, first, TOKENS: gl.constexpr, layout: gl.constexpr):
-    return load_bytes(codes, first, TOKENS, _TO_FP16, layout)
+    return load_bytes(codes, first, TOKENS, _ASM, _HALF_ASM, layout)
 
 
 PIECES = HopperPieces(pair_e4m3, join_e4m3, load_v, in_order, 256.0)
