@@ -1,4 +1,5 @@
-"""Times attention on one GPU at the shapes of Qwen3.5-27B, and writes rows to results/h200-attention.json.
+"""Times attention on one GPU at the shapes of Qwen3.8-27B, and decode and verify at those of Qwen3-8B, too (rows that say
+`heads`). Writes rows to results/h200-attention.json.
 
     python benchmarks/gpu_attention.py [--formats NAME ...] [--out FILE]
     python benchmarks/gpu_attention.py --variants [--seconds N] [--workers N] [--formats NAME ...]
@@ -42,6 +43,7 @@ from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, Prefi
 from pocketllm.kernels.types import AttentionMask, LayerKV, PrefillPart
 
 HEADS, KV_HEADS, HEAD_DIM = 24, 4, 256
+OTHER = (32, 8, 128)  # as those three, of a smaller dense model
 FORMATS = ("fp16", "bf16", "fp8", "int8_per_token_head", "turboquant_k8v4")
 DEVICE = torch.device("cuda", 0)
 NEW_TOKENS = (1, 2, 4)  # of a slot: decode, verify
@@ -104,18 +106,32 @@ def library_decode() -> list[dict[str, Any]]:
     return rows
 
 
-def rows_of(name: str, bandwidth: float, config: AttentionConfig, layers: list[LayerKV]) -> list[dict[str, Any]]:
-    codec, rows = KV_FORMATS[name], []
+def decode_rows(
+    name: str, bandwidth: float, config: AttentionConfig, layers: list[LayerKV], heads: int, **more: Any
+) -> list[dict[str, Any]]:
+    rows = []
+    nbytes_of_token = sum(plane[0, 0].nbytes for plane in layers[0].planes)
     for case in (*CASES, SHORT, MANY, *(replace(CASES[0], q_len=q_len) for q_len in NEW_TOKENS[1:])):
-        us = time_graph(attend_calls(config, views(layers, case), case, HEADS, torch.bfloat16))
-        nbytes = case.slots * case.context * KV_HEADS * codec.bytes_per_token(HEAD_DIM)
+        us = time_graph(attend_calls(config, views(layers, case), case, heads, torch.bfloat16))
+        nbytes = case.slots * case.context * nbytes_of_token
         op = "attend" if case.q_len == 1 else "verify"
-        rows.append(row(op, case.slots, case.context, name, case.q_len, us, nbytes / (us * 1e-6) / bandwidth))
+        rows.append(row(op, case.slots, case.context, name, case.q_len, us, nbytes / (us * 1e-6) / bandwidth, **more))
+    return rows
+
+
+def other_rows(name: str, bandwidth: float) -> list[dict[str, Any]]:
+    heads, kv_heads, head_dim = OTHER
+    codec = KV_FORMATS[name]
+    layers = random_layers(codec, head_dim, kv_heads, CASES[0].slots, CASES[0].context, DEVICE)
+    config = attention_config(DEVICE, head_dim, codec.bytes_per_token(head_dim))
+    return decode_rows(name, bandwidth, config, layers, heads, heads=f"{heads}/{kv_heads} x {head_dim}")
+
+
+def append_row(name: str, layers: list[LayerKV]) -> dict[str, Any]:
     k, v = torch.randn(2, 8, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
     slots, positions = torch.arange(8, device=DEVICE).int(), torch.full((8,), 30000, device=DEVICE)
     us = time_graph([partial(kernels.append, x, k, v, slots, positions) for x in layers] * 8)
-    rows.append(row("append", 8, 30000, name, 1, us, None))
-    return rows
+    return row("append", 8, 30000, name, 1, us, None)
 
 
 def prefill_rows(name: str, layers: list[LayerKV]) -> list[dict[str, Any]]:
@@ -212,16 +228,19 @@ class Checks:
 
 def compile_in_worker(name: str, config: AttentionConfig, new_tokens: tuple[int, ...]) -> None:
     """Every kernel of a format with these sizes, run over slots without a token."""
-    planes = tuple(
-        torch.zeros(1, PAGE, KV_HEADS, p.width, dtype=p.dtype, device=DEVICE) for p in KV_FORMATS[name].planes(HEAD_DIM)
-    )
-    none, rest = torch.zeros(MANY.slots, dtype=torch.int32, device=DEVICE), (HEAD_DIM**-0.5, AttentionMask())
-    for case in {*CASES, SHORT, MANY}:
-        table = torch.zeros(case.slots + 1, case.context // PAGE, dtype=torch.int32, device=DEVICE)
-        kv, slots = LayerKV(planes, table, KV_FORMATS[name], HEAD_DIM), none[: case.slots]
-        for q_len in new_tokens:
-            q = torch.zeros(case.slots, q_len, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
-            attend_with(config, kv, q, slots, slots, *rest)
+    none = torch.zeros(MANY.slots, dtype=torch.int32, device=DEVICE)
+    for heads, kv_heads, head_dim in (OTHER, (HEADS, KV_HEADS, HEAD_DIM)):
+        codec, rest = KV_FORMATS[name], (head_dim**-0.5, AttentionMask())
+        sizes = config if head_dim == HEAD_DIM else attention_config(DEVICE, head_dim, codec.bytes_per_token(head_dim))
+        planes = tuple(
+            torch.zeros(1, PAGE, kv_heads, p.width, dtype=p.dtype, device=DEVICE) for p in codec.planes(head_dim)
+        )
+        for case in {*CASES, SHORT, MANY}:
+            table = torch.zeros(case.slots + 1, case.context // PAGE, dtype=torch.int32, device=DEVICE)
+            kv, slots = LayerKV(planes, table, codec, head_dim), none[: case.slots]
+            for q_len in new_tokens:
+                q = torch.zeros(case.slots, q_len, heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
+                attend_with(sizes, kv, q, slots, slots, *rest)
     k = torch.zeros(8, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
     kernels.append(kv, k, k, none[:8], none[:8].long())
     q = torch.zeros(8, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
@@ -277,9 +296,11 @@ def compare_variants(names: list[str], seconds: float, workers: int) -> None:
         print(f"{line}  ({time.time() - began:.0f} s)", flush=True)
 
 
-def row(op: str, slots: int, context: int, kv: str, q_len: int, us: float, share: float | None) -> dict[str, Any]:
+def row(
+    op: str, slots: int, context: int, kv: str, q_len: int, us: float, share: float | None, **more: Any
+) -> dict[str, Any]:
     entry = {"op": op, "slots": slots, "context": context, "kv": kv, "q_len": q_len, "us": round(us, 2)}
-    entry["share"] = None if share is None else round(share, 3)
+    entry |= {"share": None if share is None else round(share, 3), **more}
     print(entry, flush=True)
     return entry
 
@@ -308,8 +329,10 @@ def main() -> None:
         layers = random_layers(KV_FORMATS[name], HEAD_DIM, KV_HEADS, CASES[0].slots, CASES[0].context, DEVICE)
         checked = Checks(views(layers, CASES[2])[0]).report(config)
         print(f"({time.time() - began:.0f} s) {name}: {checked}", flush=True)
-        rows += [*rows_of(name, bandwidth, config, layers), *prefill_rows(name, layers)]
+        rows += decode_rows(name, bandwidth, config, layers, HEADS)
+        rows += [append_row(name, layers), *prefill_rows(name, layers)]
         del layers
+        rows += other_rows(name, bandwidth)
         torch.cuda.empty_cache()
     for backend, us in sdpa_prefill().items():
         rows.append(row(f"prefill, torch {backend}", 1, CACHED, "bf16", NEW, us, None))
