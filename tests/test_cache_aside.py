@@ -20,12 +20,12 @@ class Driver:
     def __init__(self, now: int = 0, refuses: bool = False) -> None:
         self.now, self.refuses, self.asked = now, refuses, 0
 
-    def cuCtxGetLimit(self, value: Any, limit: int) -> int:  # noqa: N802
+    def cuCtxGetLimit(self, value: Any, limit: int) -> int:
         assert limit == 6
         ctypes.cast(value, ctypes.POINTER(ctypes.c_size_t))[0] = self.now
         return 801 if self.refuses else 0
 
-    def cuCtxSetLimit(self, limit: int, nbytes: ctypes.c_size_t) -> int:  # noqa: N802
+    def cuCtxSetLimit(self, limit: int, nbytes: ctypes.c_size_t) -> int:
         assert limit == 6
         self.now, self.asked = nbytes.value, self.asked + 1
         return 0

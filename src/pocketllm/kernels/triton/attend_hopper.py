@@ -89,7 +89,7 @@ def split(
     per_head = -(-group_rows // rows)
     heads = {"Q": q_len, "HQ": num_heads, "HK": kv_heads, "D": head_dim, "N": rows, "EARLY": early}
     queries = factors = None
-    if rows > 8 or n > OWN_SLOTS or head_dim != 256:
+    if rows > 8 or n > OWN_SLOTS:
         codes = torch.empty(n * kv_heads * per_head * 2 * rows, head_dim, dtype=k.dtype, device=device)
         factors = torch.empty(n * kv_heads * per_head * rows, dtype=torch.float32, device=device)
         query_pairs_kernel[(n * q_len, num_heads)](

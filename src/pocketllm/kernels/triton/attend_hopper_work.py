@@ -73,8 +73,8 @@ def told(notes, buffer):
 
 @gluon.constexpr_function
 def queries_layout(D):
-    """[N, D]: a warp has a whole row (of D = 128: two), a thread 8 neighbours."""
-    return gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    """[N, D]: a warp has a whole row, a thread D / 32 neighbours."""
+    return gl.BlockedLayout([1, D // 32], [1, 32], [WARPS, 1], [1, 0])
 
 
 @gluon.jit
