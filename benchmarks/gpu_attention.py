@@ -107,12 +107,12 @@ def library_decode() -> list[dict[str, Any]]:
 
 
 def decode_rows(
-    name: str, bandwidth: float, config: AttentionConfig, layers: list[LayerKV], heads: int, **more: Any
+    name: str, bandwidth: float, config: AttentionConfig, layers: list[LayerKV], num_heads: int, **more: Any
 ) -> list[dict[str, Any]]:
     rows = []
     nbytes_of_token = sum(plane[0, 0].nbytes for plane in layers[0].planes)
     for case in (*CASES, SHORT, MANY, *(replace(CASES[0], q_len=q_len) for q_len in NEW_TOKENS[1:])):
-        us = time_graph(attend_calls(config, views(layers, case), case, heads, torch.bfloat16))
+        us = time_graph(attend_calls(config, views(layers, case), case, num_heads, torch.bfloat16))
         nbytes = case.slots * case.context * nbytes_of_token
         op = "attend" if case.q_len == 1 else "verify"
         rows.append(row(op, case.slots, case.context, name, case.q_len, us, nbytes / (us * 1e-6) / bandwidth, **more))
@@ -120,11 +120,11 @@ def decode_rows(
 
 
 def other_rows(name: str, bandwidth: float) -> list[dict[str, Any]]:
-    heads, kv_heads, head_dim = OTHER
+    num_heads, kv_heads, head_dim = OTHER
     codec = KV_FORMATS[name]
     layers = random_layers(codec, head_dim, kv_heads, CASES[0].slots, CASES[0].context, DEVICE)
     config = attention_config(DEVICE, head_dim, codec.bytes_per_token(head_dim))
-    return decode_rows(name, bandwidth, config, layers, heads, heads=f"{heads}/{kv_heads} x {head_dim}")
+    return decode_rows(name, bandwidth, config, layers, num_heads, heads=f"{num_heads}/{kv_heads} x {head_dim}")
 
 
 def append_row(name: str, layers: list[LayerKV]) -> dict[str, Any]:

@@ -100,7 +100,8 @@ class Bench:
 
     def _measure(self, engine: Engine, context: int) -> Row:
         chunk = engine.options.chunk_tokens(engine.device.type)
-        timed_prefill(engine, random_tokens(engine, min(self._prompt, chunk), 1))  # warms up: libraries choose by size
+        # Warms up, as libraries choose by size: a first chunk, and one that follows.
+        timed_prefill(engine, random_tokens(engine, min(self._prompt, 2 * chunk), 1))
         prefill_tok_s = self._prompt / timed_prefill(engine, random_tokens(engine, self._prompt, 0))
         slots = engine.plan.kv.num_slots
         filled = choose_fill(self._fill, slots * context / prefill_tok_s)

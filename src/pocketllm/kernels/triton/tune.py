@@ -26,7 +26,7 @@ from pocketllm.kernels.triton.tuning import AttendConfig, AttentionConfig, Prefi
 from pocketllm.kernels.types import AttentionMask, LayerKV, PlaneSpec
 
 PAGE = 256
-AWAKE = 0.015  # seconds of replays before any is timed: a device that has paused is a tenth slower at first
+AWAKE = 0.05  # seconds of replays before any is timed
 COLD = 2 * 2**30  # bytes of distinct storage a timed graph walks through, far more than an L2
 SPLITS = (256, 512, 1024)
 # Of decode and verify, for their sums to be the same to the last bit:
@@ -74,8 +74,9 @@ def random_layers(
 
 
 def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
-    """Median microseconds of one of `calls`, run one after another in a CUDA graph. (Within tens of milliseconds: under load
-    for longer, a card may reach the limit of its power, and be slower again.)"""
+    """Median microseconds of one of `calls`, run one after another in a CUDA graph, which has been replayed for AWAKE seconds:
+    a device that has paused is a tenth slower at first, and a card under load gets slower once it is at its power's limit.
+    """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())  # what calls read may still be on its way
     with torch.cuda.stream(stream):
