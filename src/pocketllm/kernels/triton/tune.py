@@ -74,9 +74,8 @@ def random_layers(
 
 
 def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
-    """Median microseconds of one of `calls`, run one after another in a CUDA graph, which has been replayed for AWAKE seconds:
-    a device that has paused is a tenth slower at first, and a card under load gets slower once it is at its power's limit.
-    """
+    """Median microseconds of one of `calls`, run one after another in a CUDA graph, after AWAKE seconds of the same:
+    a device that has paused is a tenth slower at first, and one under load gets slower at its power's limit."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())  # what calls read may still be on its way
     with torch.cuda.stream(stream):
