@@ -114,3 +114,18 @@ def test_rows_become_the_same_pairs_together_and_alone(pair: Any, dtype: torch.d
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
     assert found[0][0].any()
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("dim", attend_hopper.HEAD_DIMS)
+@lossy_formats
+def test_rings_fit_shared_memory(kv_format: KVFormat, dim: int, own: bool, rows: int) -> None:
+    width = sum(plane.width * plane.dtype.itemsize for plane in kv_format.planes(dim)) - 8  # but for two scales
+    places = attend_hopper.places(rows, dim, width, own)
+    ring = places * attend_hopper.TILE * (width + 8)
+    queries = (4 if own else 2) * rows * (2 * dim + 4)
+    weights, gift, rooms = 2 * rows * attend_hopper.TILE * 2, rows * (dim + 2) * 4, 2 * 2 * 4 * (rows + 32) * 4
+    assert places % 2 == 0
+    assert places >= (4 if rows == 8 or not own else 2)  # of 8 rows at most, groups make pairs themselves
+    assert ring + queries + weights + gift + rooms + 512 <= attend_hopper.ROOM

@@ -51,6 +51,16 @@ def of_both_groups(config: AttendConfig) -> AttendConfig:
     return replace(config, split=2 * config.split, first_split=first)
 
 
+def places(rows: int, head_dim: int, width: int, own: bool) -> int:
+    """How many tiles, whose tokens take `width` bytes of K and V and two scales, fit a program's shared memory beside all
+    else: an even number, as each place has the tiles of one group."""
+    # Pairs of queries in two buffers (in two of each group, if these make them), with their factors; both groups' weights
+    # [64] fp16 and rooms; what one group gives the other.
+    each_row = (4 if own else 2) * (2 * head_dim + 4) + 2 * 2 * TILE + (4 * head_dim + 8) + 64
+    fixed = rows * each_row + 3072  # and notes, barriers and what alignment takes
+    return min((ROOM - fixed) // (TILE * (width + 8)) // 2 * 2, MOST_PLACES)
+
+
 @cache
 def _pieces(pieces: TritonPieces) -> HopperPieces:
     assert pieces.hopper is not None
@@ -98,16 +108,12 @@ def split(
         )  # fmt: skip
         queries = TensorDescriptor.from_tensor(codes, [2 * rows, head_dim], NVMMASharedLayout(128, 8, 2))
     own = (q, signs) if queries is None else (None, None)
-    # Pairs of queries in two buffers, or in two of each group; two groups' weights; what one gives the other.
-    buffers = 4 if queries is None else 2
-    place = TILE * (k.shape[3] + v.shape[3] + 8)
-    fixed = rows * (buffers * (2 * head_dim + 4) + 4 * TILE + 4 * head_dim + 72) + 3072
     hopper_split_kernel[(multiprocessors(device),)](
         tiles_of(k), tiles_of(v), k_scales, v_scales, *own, queries, factors, kv.block_table, kv.block_table.shape[1],
         slot_ids, kv_lens, n, part_out, part_sums, part_out.shape[1], scale,
         PAGE=kv.page_size, SPLITS=config.splits, NP=max(triton.next_power_of_2(n), 32),
-        PLACES=min((ROOM - fixed) // place & -2, MOST_PLACES), CHUNK=CHUNK, PAIR=hopper.pair, JOIN=hopper.join,
-        LOAD_V=hopper.load_v, IN_ORDER=hopper.in_order, V_FACTOR=hopper.v_factor, **heads,
+        PLACES=places(rows, head_dim, k.shape[3] + v.shape[3], queries is None), CHUNK=CHUNK, PAIR=hopper.pair,
+        JOIN=hopper.join, LOAD_V=hopper.load_v, IN_ORDER=hopper.in_order, V_FACTOR=hopper.v_factor, **heads,
         num_warps=4, maxnreg=REGISTERS, enable_fp_fusion=False, launch_pdl=early > 0,
     )  # fmt: skip
 
