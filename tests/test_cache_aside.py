@@ -53,6 +53,16 @@ def test_what_is_there_stays(driver: Driver, now: int, refuses: bool) -> None:
     assert (driver.now, driver.asked) == (now, 0)
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+def test_the_driver_has_it() -> None:
+    devices.set_cache_aside(GPU)
+    now = ctypes.c_size_t()
+    assert ctypes.CDLL("libcuda.so.1").cuCtxGetLimit(ctypes.byref(now), 6) == 0
+    assert now.value >= devices.SET_ASIDE  # in whole steps of the hardware's
+
+
 def test_other_devices_are_left_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     devices.set_cache_aside(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))

@@ -131,7 +131,8 @@ def limit(kv_format: KVFormat) -> float:
 
 @every_format
 @pytest.mark.parametrize(
-    ("dim", "heads", "group"), [(64, 2, 4), (128, 1, 8), (256, 1, 6), (96, 2, 1)] if GPU else [(64, 2, 6), (96, 1, 1)]
+    ("dim", "heads", "group"),
+    [(64, 2, 4), (128, 1, 8), (128, 2, 3), (256, 1, 6), (256, 2, 1), (96, 2, 1)] if GPU else [(64, 2, 6), (96, 1, 1)],
 )
 def test_attend_is_the_reference(kv_format: KVFormat, dim: int, heads: int, group: int) -> None:
     lens = [1, 64, LONG, 65, 130]
@@ -208,7 +209,12 @@ def test_other_sizes(kv_format: KVFormat, halves: bool, most_blocks: int, monkey
 
 @pytest.mark.parametrize(
     ("sizes", "why"),
-    [((128, 64, 96), "whole splits of 64"), ((128, 96, 96), "whole tiles"), ((96, 64, 64), "whole tiles")],
+    [
+        ((128, 64, 96), "whole splits of 64"),
+        ((128, 96, 96), "whole tiles"),
+        ((96, 64, 64), "whole tiles"),
+        ((128, 256, 256), "must not be longer"),
+    ],
 )
 def test_splits_that_would_count_tokens_twice_are_refused(sizes: tuple[int, int, int], why: str) -> None:
     split, first_split, first_tokens = sizes

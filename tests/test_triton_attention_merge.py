@@ -129,3 +129,17 @@ def test_rings_fit_shared_memory(kv_format: KVFormat, dim: int, own: bool, rows:
     assert places % 2 == 0
     assert places >= (4 if rows == 8 or not own else 2)  # of 8 rows at most, groups make pairs themselves
     assert ring + queries + weights + gift + rooms + 512 <= attend_hopper.ROOM
+
+
+@pytest.mark.parametrize(
+    ("split", "first_split", "first_tokens", "wanted"),
+    [
+        (512, 128, 2048, (256, 2048, 1024)),
+        (512, 128, 384, (128, 384, 1024)),  # three whole splits of 128, not of 256
+        (256, 0, 256, (256, 256, 512)),
+        (512, 0, 0, (1024, 0, 1024)),
+    ],
+)
+def test_a_split_of_both_groups(split: int, first_split: int, first_tokens: int, wanted: tuple[int, int, int]) -> None:
+    config = AttendConfig(split, 64, 2, 4, 2, first_split=first_split, first_tokens=first_tokens)
+    assert attend_hopper.of_both_groups(config).splits == wanted

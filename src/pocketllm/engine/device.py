@@ -93,8 +93,9 @@ def set_cache_aside(device: torch.device, nbytes: int = SET_ASIDE) -> None:
     """From now on a Hopper GPU keeps part of its L2 for what kernels store to be read again soon ("evict last"). Else much
     of it is pushed out into memory before it is read, by K and V, which are read once.
 
-    A setting of this process's CUDA context: one of the caller's own stays as it is, and a GPU that has none (in MIG mode)
-    does without.
+    A setting of this process's CUDA context, which stays after the engine and holds for all that runs in it: other kernels
+    have that much less of the L2 for what they read twice. One of the caller's own, made before, stays as it is, and a GPU
+    that has none (in MIG mode) does without.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return

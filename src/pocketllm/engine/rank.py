@@ -63,7 +63,8 @@ class RankBuilder:
         """Allocates what the plan says. MemoryPlanError if the device has less than it said."""
         options, config = self.options, self.checkpoint.config
         allocate_exactly(self.device)
-        set_cache_aside(self.device)
+        if self.kernels.name == "triton":
+            set_cache_aside(self.device)
         limit_memory(self.device, None if options.memory_limit is None else options.memory_limit - plan.runtime)
         try:
             policy = Policy.of(options, compute_dtype(options, self.device.type), self.kernels)

@@ -44,11 +44,10 @@ def fits(kv: LayerKV, pieces: TritonPieces, mask: AttentionMask) -> bool:
 
 
 def of_both_groups(config: AttendConfig) -> AttendConfig:
-    """With the splits of this kernel, of which a group of warps has half: twice those of the table, where that fits."""
-    first = 2 * config.first_split
-    if first and config.first_tokens % first:
-        first = config.first_split
-    return replace(config, split=2 * config.split, first_split=first)
+    """With the splits of this kernel, of which a group of warps has half: twice those of the table, but for the first ones
+    where those would not come out even."""
+    first, until, split = config.splits
+    return replace(config, split=2 * split, first_split=first if until % (2 * first) else 2 * first)
 
 
 def places(rows: int, head_dim: int, width: int, own: bool) -> int:

@@ -9,13 +9,14 @@ twice as many columns. And V is decoded in the registers from which tensor cores
     2 x four warps: scores [64, N] = K Q | weights | out [D, N] += V weights
 
 They meet at barriers, a *full* and an *empty* one for each place in the ring. Tiles have 64 tokens of a page; N is 8, 16 or
-32 query rows. The two groups of four take tiles in turn, so that one's tensor cores work while the other's softmax does.
-At a split's end the first gives its sums to the second and goes on; the second adds both up and stores them. (Either may
-have had the split's first tile: adding two numbers up does not depend on which is which.)
+32 query rows. The two groups of four take tiles in turn ("ping-pong", as in FlashAttention-3), so that one's tensor cores
+work while the other's softmax does. At a split's end the first gives its sums to the second and goes on; the second adds
+both up and stores them. (Either may have had the split's first tile: the sum of two numbers does not depend on their order.)
 
-Weights are 2^(score - reference), and the reference is not the largest score so far, but one that is at most `_LIMIT` below
-it: all warps would have to tell each other their largest for every tile, and what has been added up would have to shrink
-with it, while it hardly ever rises by more after a split's first tile.
+Weights are 2^(score - reference), and a row's reference is not its largest score so far, but one that no score is more
+than `_LIMIT` above (conditional rescaling, as in FlashAttention-4). So for most tiles, warps need to tell each other one
+number and not the largest score of every row, and what has been added up does not shrink: after a split's first tile,
+scores hardly ever rise by as much.
 
 Everything is transposed, as in `attend_kernels`: instructions take 64 tokens, or 64 dims of V, times as many columns as
 there are query rows, and do the same to each column however many there are. So rows of decode and of verify are equal to
@@ -56,7 +57,8 @@ from pocketllm.kernels.triton.numerics import exp2, inverse, log2
 _TILE, _WARPS = gl.constexpr(TILE), gl.constexpr(WARPS)
 _COPIERS = gl.constexpr(32)  # threads that copy scales
 _LOWEST = gl.constexpr(-1e38)  # the reference before a row's first score
-_LIMIT = gl.constexpr(4.0)  # V's codes times weights of up to 2^4 stay within fp16, in every format
+# V's codes times weights of up to 2^4, over a split's number of tokens, are stored as fp16: none is too large in any format.
+_LIMIT = gl.constexpr(4.0)
 
 
 @gluon.jit
@@ -147,7 +149,8 @@ def _rise(scores, reference, total, out, live, room):
     N: gl.constexpr = scores.shape[1]
     per_row: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     largest = largest_of(scores, room, N, per_row)
-    risen = gl.where(live & (largest > reference + _LIMIT), largest, reference)
+    # The difference, as in what `highest` found: a row that is not above the limit must not rise with one that is.
+    risen = gl.where(live & (largest - reference > _LIMIT), largest, reference)
     shrink = gl.where(live, exp2(reference - risen), 1.0)
     of_total = gl.convert_layout(shrink, gl.SliceLayout(0, total.type.layout))
     return risen, total * gl.broadcast(of_total[None, :], total)[0], out * shrink[None, :]
@@ -218,7 +221,7 @@ def _attend(
     live = m < LIVE
     nothing = gl.zeros([_TILE, 2 * N], SUM, pairs_layout)
     place, parity, buffer, q_parity, half, gift_parity = SECOND, 0, 0, 0, 0, 0
-    turn = 0  # whose the next piece's first tile is
+    tiles = 0  # of the pieces before, modulo 2
     # Groups that make their queries have two buffers each.
     EACH: gl.constexpr = 1 if q is None else 2
     OWN: gl.constexpr = 0 if q is None else SECOND
@@ -245,7 +248,7 @@ def _attend(
         reference = gl.full([N], _LOWEST, gl.float32, per_row)
         total = over_pairs(gl.zeros([_TILE, N], gl.float32, layout), N)  # of weights; added up at the end
         out = gl.zeros([D, N], gl.float32, layout)
-        for start in range(first + _TILE * ((SECOND + turn) % 2), end, 2 * _TILE):
+        for start in range(first + _TILE * ((SECOND + tiles) % 2), end, 2 * _TILE):
             mbarrier.wait(full.index(place), parity)
             product = warpgroup_mma(k_ring.index(place), queries, nothing, use_acc=False, is_async=True)
             v = LOAD_V(v_ring.index(place), 0, CHUNK, v_layout)
@@ -282,8 +285,9 @@ def _attend(
             if place >= PLACES:
                 place -= PLACES
                 parity ^= 1
+        gl.thread_barrier()  # all have read the note and the factors, of a piece without a tile for this group, too
         mbarrier.arrive(q_empty.index(buffer), count=1)
-        turn = (turn + (end - first + _TILE - 1) // _TILE) % 2
+        tiles = (tiles + (end - first + _TILE - 1) // _TILE) % 2
         values, largest = IN_ORDER(out), gl.where(reference == _LOWEST, float("-inf"), reference)
         total_of_row = gl.convert_layout(gl.sum(total, axis=0), per_row)
         if SECOND == 0:

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return, assignment"
 """What the Hopper kernels of decode and verify share: which pieces of work a program takes, how its copying warp tells the
-other four of them, and what those do to a tile of scores [64 tokens, N query rows], of which each warp has 16 tokens.
+others of them, and what four of those do to a tile of scores [64 tokens, N query rows], of which each has 16 tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find(turn, plan, OF_SPLIT: gl.constexpr, SPLITS: gl.constexpr):
 
 @gluon.jit
 def tell(notes, buffer, piece, seq, split, first, end, kv_len):
-    """Leaves what four warps must know of a piece of work."""
+    """Leaves what the other warps must know of a piece of work."""
     i = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [1], [0]))
     note = gl.where(i == 0, first, gl.where(i == 1, end, gl.where(i == 2, kv_len, 0)))
     note = gl.where(i == 3, piece, gl.where(i == 4, seq, gl.where(i == 5, split, note)))

@@ -19,7 +19,7 @@ import torch
 @dataclass(frozen=True)
 class AttendConfig:
     """split: tokens per split; block_n: tokens per tile; programs per multiprocessor; Triton's warps and stages. (To
-    `attend_hopper_plain` only splits matter; to `attend_hopper`, too, and its own are twice as long.)
+    `attend_hopper_plain` only splits matter; to `attend_hopper`, too, and its own are longer: `of_both_groups`.)
 
     halves: unpack V by halves of its dims, for less shared memory and fewer registers. first_split: tokens per split among
     a slot's first `first_tokens`, whole splits of them: one short slot alone would else keep few multiprocessors busy.
@@ -38,6 +38,8 @@ class AttendConfig:
         first, until, split = self.splits
         if until % first:
             raise ValueError(f"the first {until} tokens must be whole splits of {first}")
+        if first > split:
+            raise ValueError(f"the first splits, of {first} tokens, must not be longer than the others, of {split}")
         if split % self.block_n or first % self.block_n:
             raise ValueError(f"splits of {first} and {split} tokens must be whole tiles of {self.block_n}")
 
