@@ -122,6 +122,21 @@ def test_prefill(script, model, capsys):
     assert set(report["rows"][0]) == {"length", "kv", "ms", "tok_s", "x_kv"}
 
 
+def test_drafts(script, embedded_model, capsys):
+    run(script("speculation"), embedded_model, "--tokens 24 --rounds 1 --slots 1,2 --json")
+    line = json_line(capsys)
+    assert set(line) == {"benchmark", "model", "drafts", "tokens", "rounds", "machine", "rows"}
+    assert line["benchmark"] == "speculation"
+    assert set(line["machine"]) == MACHINE
+    assert [(row["answer"], row["slots"]) for row in line["rows"]][:2] == [
+        ("a function again", 1),
+        ("a function again", 2),
+    ]
+    assert len(line["rows"]) == 6
+    assert all(row["same"] and row["ratio"] > 0 and row["accepted"] <= row["drafted"] for row in line["rows"])
+    assert line["rows"][0]["accepted"] > 0
+
+
 def test_turns_go_forwards_and_backwards(script):
     common, order = script("common"), []
     cases = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}

@@ -22,14 +22,14 @@ ENGINE_ARGS = {
     "--slots": "3", "--context": "640", "--kv-tokens": "2048", "--kv-cache-dtype": "fp8", "--kv-layout": "paged",
     "--page-size": "64", "--dtype": "bfloat16", "--quantization": "w8",
     "--quantize-embeddings": "fp8", "--kernels": "reference", "--device": "cpu",
-    "--tensor-parallel": "2", "--prefill-chunk": "128", "--max-draft-tokens": "3", "--snapshots": "5",
+    "--tensor-parallel": "2", "--prefill-chunk": "128", "--drafter": "ngram", "--max-draft-tokens": "3", "--snapshots": "5",
     "--attention-window": "100", "--attention-sinks": "4", "--memory": "6GiB", "--load-format": "dummy",
     "--threads": "7",
 }  # fmt: skip
 ENGINE_VALUES = EngineOptions(
     max_batch_size=3, max_context=640, kv_tokens=2048, kv_cache_dtype="fp8", kv_layout="paged", page_size=64,
     dtype="bfloat16", quantization="w8", quantize_embeddings="fp8", kernels="reference", device="cpu", tensor_parallel=2,
-    prefill_chunk=128,
+    prefill_chunk=128, drafter="ngram",
     max_draft_tokens=3, num_snapshots=5, attention_window=100, attention_sinks=4, memory_limit=6 * 2**30,
     load_format="dummy", threads=7,
 )  # fmt: skip

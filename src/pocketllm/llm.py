@@ -198,12 +198,16 @@ class LLM:
         generation, stream = running[output.request_id]
         generation.slot = output.slot
         generation.num_cached_tokens = output.num_cached_tokens
-        generation.token_ids += output.new_token_ids
-        generation.logprobs += output.logprobs
         generation.error, generation.finish_reason = output.error, output.finish_reason
-        text = ""
+        text, tokens = "", output.new_token_ids
         if stream is not None:
-            text = stream.push(output.new_token_ids)
+            for i, token in enumerate(
+                tokens
+            ):  # one by one: what comes after a stop string in the same step does not count
+                text += stream.push((token,))
+                if stream.stopped:
+                    tokens = tokens[: i + 1]
+                    break
             if stream.stopped and not output.finished:
                 self.engine.end_request(output.request_id, "stop")
             if stream.stopped:
@@ -211,9 +215,11 @@ class LLM:
             if generation.finish_reason is not None:
                 text += stream.finish()
         generation.text += text
+        generation.token_ids += tokens
+        generation.logprobs += output.logprobs[: len(tokens)]
         if generation.finish_reason is not None:
             del running[output.request_id]
-        return TextDelta(generation, text, output.new_token_ids)
+        return TextDelta(generation, text, tokens)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

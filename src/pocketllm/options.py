@@ -22,8 +22,10 @@ KernelsName = Literal["auto", "reference", "numba", "triton"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "none", "bf16", "w8", "w4"]
 EmbeddingStorage = Literal["none", "w8", "fp8"]
+DrafterName = Literal["none", "ngram"]
 LogFormat = Literal["text", "json"]
 
+MOST_VERIFIED = 64  # tokens of a pass in which drafts are verified (`parallel.SMALL_BATCH`)
 CHUNK_ALIGNMENT = 64  # prefill chunks end on multiples of this, so the chunked delta rule sums in one order
 # Tokens. On a GPU the host may take longer to launch a pass of fewer than the device to run it, and from so many on a chunk
 # attends through the library (`kernels.triton.attention.LONG`).
@@ -86,6 +88,8 @@ class EngineOptions(_Checked):
     prefill_chunk       most prompt tokens computed in one step, a multiple of 64: bounds how long others wait. None: 512;
                         2,048 on a GPU
     max_queue           requests that may wait for a slot; one more is refused
+    drafter             guesses an answer's next tokens, which one pass then verifies (up to 64 of all slots): ngram looks
+                        up what followed the last three tokens before. Answers are the same, and may take fewer passes
     max_draft_tokens    most drafted tokens a verify pass checks per slot
     num_snapshots       recurrent-state snapshots kept per engine (hybrid models)
     attention_window    0: every token sees all before it; N: only the last N (and the sinks). Changes the model's results
@@ -110,6 +114,7 @@ class EngineOptions(_Checked):
     tensor_parallel: int = 1
     prefill_chunk: int | None = None
     max_queue: int = 1024
+    drafter: DrafterName = "none"
     max_draft_tokens: int = 0
     num_snapshots: int = 0
     attention_window: int = 0
@@ -152,6 +157,11 @@ class EngineOptions(_Checked):
         _choice("quantize_embeddings", self.quantize_embeddings, get_args(EmbeddingStorage))
         _choice("kernels", self.kernels, get_args(KernelsName))
         _choice("load_format", self.load_format, get_args(LoadFormat))
+        _choice("drafter", self.drafter, get_args(DrafterName))
+        _require(
+            self.drafter == "none" or 0 < self.max_draft_tokens < MOST_VERIFIED,
+            f"max_draft_tokens = {self.max_draft_tokens}: drafter = {self.drafter!r} needs 1 to {MOST_VERIFIED - 1}, say 4",
+        )
         _require(
             re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)) is not None,
             f"device = {self.device!r}: must be auto, cpu, cuda or cuda:N",

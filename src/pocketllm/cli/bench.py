@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pocketllm.cli import console
-from pocketllm.cli.flags import ENGINE_FLAGS, PLAN_ONLY, integers, with_flags, without
+from pocketllm.cli.flags import DRAFTS, ENGINE_FLAGS, PLAN_ONLY, integers, with_flags, without
 from pocketllm.errors import OptionError
 from pocketllm.options import EngineOptions
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OWN = ("max_batch_size", "max_context", "kv_tokens", "kv_cache_dtype")
 
 
-@with_flags("given", without(ENGINE_FLAGS, *PLAN_ONLY, *_OWN), lambda **given: given)
+@with_flags("given", without(ENGINE_FLAGS, *PLAN_ONLY, *DRAFTS, *_OWN), lambda **given: given)
 def bench(
     model: Annotated[
         str | None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pocketllm.cli import console
-from pocketllm.cli.flags import ENGINE_FLAGS, PLAN_ONLY, with_flags, without
+from pocketllm.cli.flags import DRAFTS, ENGINE_FLAGS, PLAN_ONLY, with_flags, without
 from pocketllm.options import EngineOptions, SamplingParams
 
 if TYPE_CHECKING:
@@ -72,7 +72,10 @@ class Outcome:
 
 
 @with_flags(
-    "given", without(ENGINE_FLAGS, *PLAN_ONLY, "max_batch_size", "load_format"), lambda **given: given, max_context=1024
+    "given",
+    without(ENGINE_FLAGS, *PLAN_ONLY, *DRAFTS, "max_batch_size", "load_format"),
+    lambda **given: given,
+    max_context=1024,
 )
 def demo(
     model: Annotated[

@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 
 from pocketllm.errors import OptionError
 from pocketllm.options import (
+    DrafterName,
     Dtype,
     EmbeddingStorage,
     EngineOptions,
@@ -76,6 +77,8 @@ ENGINE_FLAGS = (
     Flag("tensor_parallel", "--tensor-parallel", "Ranks that share the model: a GPU each (on a CPU, a process each).", int),
     Flag("prefill_chunk", "--prefill-chunk",
          "Most prompt tokens in one step, a multiple of 64 (default: 512; on a GPU 2,048).", int),
+    Flag("drafter", "--drafter", "Guesses next tokens for one pass to verify; answers stay the same. ngram: from what stood "
+         "there before.", metavar=_choices(DrafterName)),
     Flag("max_draft_tokens", "--max-draft-tokens", "Most drafted tokens a verify pass checks per slot.", int),
     Flag("num_snapshots", "--snapshots", "Recurrent-state snapshots kept (hybrid models).", int),
     Flag("attention_window", "--attention-window", "See only the last N tokens (0: all). Changes results.", int),
@@ -122,7 +125,8 @@ SERVER_FLAGS = (
 )  # fmt: skip
 QUEUE_FLAG = Flag("max_queue", "--max-queue", "Requests that may wait for a slot; one more gets status 429.", int)
 
-PLAN_ONLY = ("max_draft_tokens", "num_snapshots")  # counted by a plan, of no use to the other commands
+PLAN_ONLY = ("num_snapshots",)  # counted by a plan, of no use to the other commands
+DRAFTS = ("drafter", "max_draft_tokens")  # of no use where passes are measured, and not answers
 
 _NAMES = {flag.option: flag.name for flag in (*ENGINE_FLAGS, *SAMPLING_FLAGS, *SERVER_FLAGS, QUEUE_FLAG)}
 _DEFAULTS = {

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from pocketllm.cli import console
-from pocketllm.cli.flags import ENGINE_FLAGS, PLAN_ONLY, integers, with_flags, without
+from pocketllm.cli.flags import DRAFTS, ENGINE_FLAGS, PLAN_ONLY, integers, with_flags, without
 from pocketllm.errors import OptionError
 from pocketllm.options import EngineOptions
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _OWN = ("max_batch_size", "max_context", "kv_tokens", "kv_cache_dtype", "kv_layout", "tensor_parallel")
 
 
-@with_flags("given", without(ENGINE_FLAGS, *PLAN_ONLY, *_OWN), lambda **given: given, quantization="none")
+@with_flags("given", without(ENGINE_FLAGS, *PLAN_ONLY, *DRAFTS, *_OWN), lambda **given: given, quantization="none")
 def kv_eval(
     model: Annotated[
         str | None, typer.Argument(help="Folder, GGUF file or hub id (default: the embedded model).")

@@ -24,6 +24,7 @@ from pocketllm.engine.sampled import TokenLogprobs
 from pocketllm.engine.sampler import Sampler, uniform
 from pocketllm.engine.scheduler import Scheduler
 from pocketllm.engine.slot_engine import SlotEngine
+from pocketllm.engine.speculation import DRAFTERS, Speculation
 from pocketllm.errors import PocketLLMError, RequestError
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.layers.batch import Kind
@@ -46,6 +47,8 @@ class EngineStats:
     waiting: int
     running: int
     free_slots: int
+    drafted_tokens: int = 0  # by the engine's drafter
+    accepted_tokens: int = 0
 
 
 class Engine(SlotEngine):
@@ -72,7 +75,11 @@ class Engine(SlotEngine):
             has_state=self.has_state,
         )
         self._ahead = DecodeAhead(self.passes, self.slots, self.has_state)
-        self.looks_ahead = self.device.type == "cuda"  # a CPU has nothing to wait for: it is the device and the host
+        self._speculation: Speculation | None = None
+        if self.options.drafter != "none":
+            self._speculation = Speculation(self.slots, DRAFTERS[self.options.drafter], self.options.max_draft_tokens)
+        # A CPU has nothing to wait for: it is the device and the host. Drafts are made of tokens that the host has seen.
+        self.looks_ahead = self.device.type == "cuda" and self._speculation is None
         self.stalled = False  # at the last step requests waited, and none can run until a caller releases a slot
         self._requests: dict[str, Request] = {}  # not finished yet
         self._steps = self._prompt_tokens = self._output_tokens = self._num_requests = 0
@@ -135,6 +142,8 @@ class Engine(SlotEngine):
             len(scheduler.waiting),
             len(scheduler.running),
             self.slots.num_free,
+            0 if self._speculation is None else self._speculation.drafted_tokens,
+            0 if self._speculation is None else self._speculation.accepted_tokens,
         )
 
     def step(self) -> list[RequestOutput]:
@@ -146,9 +155,49 @@ class Engine(SlotEngine):
         self._steps += 1
         outputs = [self._finish(request, "length") for request in plan.ended]
         outputs += self._run("prefill", plan.prefill, plan.prefill_requests)
-        outputs += self._run("decode", plan.decode, plan.decode_requests)
+        outputs += self._decode(plan.decode, plan.decode_requests)
         self._prompt_tokens += sum(len(item.token_ids) for item in plan.prefill)
         return outputs
+
+    def _decode(self, items: list[SlotTokens], requests: list[Request]) -> list[RequestOutput]:
+        """A decode pass; or a verify pass, and a token for each row of its logits as long as drafts are right."""
+        planned = self._speculation.plan(items, requests) if self._speculation is not None and items else None
+        if planned is None or self._speculation is None:
+            return self._run("decode", items, requests)
+        passed = self.passes.run("verify", planned, [request.tokens_so_far for request in requests])
+        rows: list[tuple[Request, SlotTokens, Tensor]] = []
+        failed: list[int] = []  # perhaps because of what was drafted
+        for i, (item, request, result) in enumerate(zip(planned, requests, passed, strict=True)):
+            if result.logits is None:
+                failed.append(i)
+            else:
+                rows.append((request, item, result.logits))
+        again = self._run("decode", [items[i] for i in failed], [requests[i] for i in failed])
+        outputs = {output.request_id: output for output in again}
+        kept = {item.slot: 0 for _, item, _ in rows}  # tokens of the pass
+        left = rows
+        while left:
+            for request, item, _ in left:
+                at = kept[item.slot]
+                self.scheduler.commit(request, SlotTokens(item.slot, item.start + at, item.token_ids[at : at + 1]))
+                kept[item.slot] += 1
+            for output in self._sample([(request, logits[kept[item.slot] - 1]) for request, item, logits in left]):
+                before = outputs.get(output.request_id)
+                outputs[output.request_id] = output if before is None else before.then(output)
+            left = [row for row in left if self._is_right(row[0], row[1], kept[row[1].slot])]
+        if kept:
+            self.runner.commit(list(kept), list(kept.values()))
+        for item, request in zip(planned, requests, strict=True):
+            self._speculation.note(request, max(kept.get(item.slot, 0) - 1, 0))
+            if request.state is not State.FINISHED:
+                self.slots.pages.truncate(item.slot, request.num_computed)
+        return list(outputs.values())
+
+    @staticmethod
+    def _is_right(request: Request, item: SlotTokens, at: int) -> bool:
+        """Whether the request goes on with what was computed as the pass's token number `at`."""
+        drafted = request.state is not State.FINISHED and at < len(item.token_ids)
+        return drafted and request.output_ids[-1] == item.token_ids[at]
 
     def _run(self, kind: Kind, items: list[SlotTokens], requests: list[Request]) -> list[RequestOutput]:
         """One pass: forward, advance, sample, see who has ended."""
@@ -268,6 +317,8 @@ class Engine(SlotEngine):
         if spoiled and request.bound_slot is not None:
             self.slots.restart(request.bound_slot)
         self._requests.pop(request.request_id, None)
+        if self._speculation is not None:
+            self._speculation.forget(request)
         request.mark_end()
         return self._output(request, tokens, logprobs)
 

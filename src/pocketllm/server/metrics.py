@@ -96,6 +96,8 @@ class _EngineCollector(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.output_tokens)
         yield self._counter("engine_steps", "Steps of the engine.", stats.steps)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens that the drafter drafted.", stats.drafted_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were right.", stats.accepted_tokens)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"pocketllm:{name}", text, labels=("model_name",))

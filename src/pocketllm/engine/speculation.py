@@ -1,0 +1,93 @@
+"""`Speculation`: when a decode step becomes a verify pass, and of which tokens.
+
+A verify pass computes a slot's last token and some drafted ones at once; each row of its logits is what decode would have
+given. So tokens are sampled from one row after the other for as long as the drafts turn out to be what is sampled: with the
+same random numbers, penalties and constraints, an answer is the same with drafts or without, whatever the temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pocketllm.engine.drafters import Drafter, NgramDrafter
+from pocketllm.engine.graphs import padded_size
+from pocketllm.engine.inputs import SlotTokens
+from pocketllm.engine.request import Request
+from pocketllm.engine.slots import SlotTable
+from pocketllm.parallel import SMALL_BATCH
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+_LONGEST_PAUSE = 16  # steps
+
+
+@dataclass
+class _Guesses:
+    """Of one request. Drafts that are wrong from the first token on are followed by a pause, each twice as long as the one
+    before, until a draft is right."""
+
+    drafter: Drafter
+    pause: int = 0
+    left: int = 0  # steps of the pause
+
+
+@dataclass
+class Speculation:
+    """most: drafted tokens of a slot, at most."""
+
+    slots: SlotTable
+    make: Callable[[], Drafter]
+    most: int
+    drafted_tokens: int = 0  # since construction
+    accepted_tokens: int = 0
+    _guesses: dict[str, _Guesses] = field(default_factory=dict)  # by request
+    _drafted: dict[str, int] = field(default_factory=dict)  # tokens of drafts that are being verified
+
+    def plan(self, items: Sequence[SlotTokens], requests: Sequence[Request]) -> list[SlotTokens] | None:
+        """The items of a decode pass with drafts behind them, all of one length; each must be noted then. None where
+        decoding is as good: fewer than half of the slots have a draft, or one has no room for it. Nor are there more rows
+        than those whose results do not depend on their number."""
+        drafts = [self._draft(request) for request in requests]
+        few = padded_size(len(items)) * (1 + self.most) <= SMALL_BATCH
+        if not few or 2 * sum(map(bool, drafts)) < len(items) or not all(map(self._has_room, items)):
+            return None
+        planned = []
+        for item, request, draft in zip(items, requests, drafts, strict=True):
+            self.slots.prepare_write(item.slot, 1 + self.most)
+            padding = [0] * (self.most - len(draft))
+            planned.append(SlotTokens(item.slot, item.start, [*item.token_ids, *draft, *padding]))
+            self._drafted[request.request_id] = len(draft)
+        return planned
+
+    def _draft(self, request: Request) -> list[int]:
+        guesses = self._guesses.setdefault(request.request_id, _Guesses(self.make()))
+        left = (
+            self.most if request.params.max_tokens is None else request.params.max_tokens - len(request.output_ids) - 1
+        )
+        draft = guesses.drafter.propose(request.tokens, request.num_tokens, min(self.most, left))
+        if guesses.left > 0:
+            guesses.left -= 1
+            return []
+        return draft
+
+    def _has_room(self, item: SlotTokens) -> bool:
+        end = item.start + 1 + self.most
+        return end <= self.slots.max_context and self.slots.pages.extend(item.slot, end)
+
+    def note(self, request: Request, accepted: int) -> None:
+        """Of a planned item, so many drafted tokens were right. (More than were drafted: padding can be, too.)"""
+        drafted = self._drafted.pop(request.request_id)
+        accepted = min(accepted, drafted)
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        guesses = self._guesses.get(request.request_id)
+        if guesses is None:  # it has ended
+            return
+        if accepted:
+            guesses.pause = 0
+        elif drafted:
+            guesses.pause = guesses.left = min(max(2 * guesses.pause, 1), _LONGEST_PAUSE)
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        self._guesses.pop(request.request_id, None)
