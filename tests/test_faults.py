@@ -14,6 +14,8 @@ from torch import Tensor
 import tiny_models
 from engines import CPU_BACKENDS, drain, engine, feed, prompt, tokens_of
 from pocketllm import Engine, SamplingParams, SlotRequest
+from pocketllm.engine.inputs import SlotTokens
+from pocketllm.engine.passes import PassRunner
 from pocketllm.errors import (
     ModelError,
     NoFreeSlot,
@@ -83,6 +85,29 @@ def test_a_fault_in_a_prompt_fails_that_request_only(kind: str, action: Any, tmp
         assert tokens_of(outputs[name]) == alone(kind, tmp_path / name, ids)
     assert running.slots.num_free == 3
     assert running.slots.pages.available == running.slots.pages.num_pages
+
+
+@pytest.mark.parametrize("kind", ["decode", "verify"])
+def test_slots_tried_alone_keep_their_logits(kind: Any) -> None:
+    class Replayed:
+        """A runner whose passes of one shape leave their logits in the same place, and which fails for slot 2."""
+
+        logits = torch.zeros(1, 8)
+
+        def apply(self, edits: Any, resets: Any) -> None:
+            pass
+
+        def forward(self, kind: Any, items: list[SlotTokens], *, all_logits: bool = False) -> Tensor:
+            if any(item.slot == 2 for item in items):
+                raise Injected("slot 2")
+            return self.logits.fill_(items[0].slot)
+
+    slots = types.SimpleNamespace(take_changes=lambda: (None, []))
+    items = [SlotTokens(slot, 0, [1]) for slot in range(4)]
+    passes = PassRunner(Replayed(), slots, 64, has_state=False)  # type: ignore[arg-type]
+    results = passes.run(kind, items, [list] * 4)
+    assert [None if r.logits is None else r.logits.flatten()[0].item() for r in results] == [0, 1, None, 3]
+    assert "slot 2" in str(results[2].error)
 
 
 @pytest.mark.parametrize("action", [raise_on_poison, nan_on_poison])

@@ -47,8 +47,8 @@ class EngineStats:
     waiting: int
     running: int
     free_slots: int
-    drafted_tokens: int = 0  # by the engine's drafter
-    accepted_tokens: int = 0
+    drafted_tokens: int = 0  # by the engine's drafter, and verified
+    accepted_tokens: int = 0  # of those, the ones that were right
 
 
 class Engine(SlotEngine):
@@ -78,7 +78,7 @@ class Engine(SlotEngine):
         self._speculation: Speculation | None = None
         if self.options.drafter != "none":
             self._speculation = Speculation(self.slots, DRAFTERS[self.options.drafter], self.options.max_draft_tokens)
-        # A CPU has nothing to wait for: it is the device and the host. Drafts are made of tokens that the host has seen.
+        # A CPU has nothing to wait for: it is the device and the host. And drafts are made of tokens that the host has seen.
         self.looks_ahead = self.device.type == "cuda" and self._speculation is None
         self.stalled = False  # at the last step requests waited, and none can run until a caller releases a slot
         self._requests: dict[str, Request] = {}  # not finished yet

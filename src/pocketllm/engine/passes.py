@@ -69,7 +69,8 @@ class PassRunner:
     def _alone(self, kind: Kind, item: SlotTokens, history: History, all_logits: bool) -> PassResult:
         try:
             self.undo(item, history)
-            return self._forward(kind, [item], all_logits)[0]
+            logits = self._forward(kind, [item], all_logits)[0].logits
+            return PassResult(None if logits is None else logits.clone())  # the next one's pass may write over it
         except Exception as error:
             self.undo(item, history)
             return PassResult(error=_described(error, item))
