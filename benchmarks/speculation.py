@@ -30,8 +30,8 @@ from common import (
     print_json,
     ratio,
     show,
-)
-from common import take_turns as turns
+    take_turns,
+)  # fmt: skip
 from pocketllm import LLM, SamplingParams
 
 FUNCTION = inspect.getsource(textwrap.dedent)
@@ -55,7 +55,7 @@ def compare(plain: LLM, drafting: LLM, prompts: list[str], params: SamplingParam
     for case in cases.values():
         case()
     before = drafting.engine.stats
-    found = turns(cases, rounds)
+    found = take_turns(cases, rounds)
     after = drafting.engine.stats
     return {
         "ratio": ratio([seconds for seconds, _ in found["plain"]], [seconds for seconds, _ in found["drafts"]]),

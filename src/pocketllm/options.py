@@ -37,7 +37,7 @@ class _Checked:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]  # a dataclass is what has this as its base
         for name in values:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)

@@ -279,7 +279,7 @@ def read_bandwidth(device: torch.device, threads: int) -> float:
 def _copy_bandwidth(source: torch.Tensor) -> float:
     """Reading and writing counted, by the device's clock: the host takes a tenth of the time of one copy."""
     target = torch.empty_like(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     best = float("inf")
     for _ in range(6):
         start.record()

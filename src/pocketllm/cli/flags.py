@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, get_args
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from pocketllm.errors import OptionError
 from pocketllm.options import (
@@ -185,8 +185,9 @@ def with_flags(
                     options[flag.option] = flag.parse(value) if flag.parse is not None else value
             function(**values, **{parameter: build(**options)})
 
-        run.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in (*kept, *added)}
+        shown: Any = run  # what Typer reads off a function
+        shown.__signature__ = inspect.Signature([*kept, *added])
+        shown.__annotations__ = {p.name: p.annotation for p in (*kept, *added)}
         return run
 
     return decorate
@@ -211,7 +212,6 @@ class EngineCommand(TyperCommand):
         from pocketllm.cache.formats import KV_FORMATS
 
         for parameter in self.params:
-            if parameter.name == "kv_cache_dtype":
-                text = getattr(parameter, "help", "")
-                parameter.help = f"{text} {', '.join(KV_FORMATS)}."  # type: ignore[attr-defined]
+            if parameter.name == "kv_cache_dtype" and isinstance(parameter, TyperOption):
+                parameter.help = f"{parameter.help} {', '.join(KV_FORMATS)}."
         super().format_help(ctx, formatter)

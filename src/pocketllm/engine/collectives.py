@@ -27,7 +27,8 @@ from pocketllm.engine.places import Places, open_places
 from pocketllm.errors import LostRank
 from pocketllm.parallel import SMALL_BATCH, Place, TensorParallel, sum_in_rank_order
 
-_c10d: Any = torch.distributed.distributed_c10d  # whose types do not say all that it has
+_distributed: Any = torch.distributed  # whose types do not say all that it has
+_c10d: Any = torch.distributed.distributed_c10d
 
 _MEET = timedelta(seconds=30)  # for the ranks to find each other; all of them are on their way when it begins
 _WAIT = timedelta(hours=1)  # for a rank that still compiles kernels; a rank that dies is noticed at once
@@ -35,7 +36,7 @@ _WAIT = timedelta(hours=1)  # for a rank that still compiles kernels; a rank tha
 
 def file_store(path: str, size: int) -> Any:
     """Where the ranks of one machine meet: a file that need not exist yet, at the same path for all."""
-    return torch.distributed.FileStore(path, size)  # type: ignore[attr-defined]
+    return _distributed.FileStore(path, size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +147,6 @@ class ProcessGroupRanks(TensorParallel):
 
 _ranks: weakref.WeakValueDictionary[int, ProcessGroupRanks] = weakref.WeakValueDictionary()
 
-_library: Any = torch.library.Library("pocketllm", "DEF")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library("pocketllm", "DEF")
 _library.define("all_reduce_(Tensor(a!) x, int ranks) -> ()")
 _library.impl("all_reduce_", lambda x, ranks: _ranks[ranks].sum_(x), "CompositeExplicitAutograd")

@@ -44,7 +44,7 @@ class Places:
         multiprocessors, as a bridge of 33 rows or more has.
         """
         device = self.own_flags.device
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
             end = time.monotonic() + seconds
             while not torch.cuda.default_stream(device).query() and time.monotonic() < end:
                 self.own_flags.copy_(self.said, non_blocking=True)
@@ -53,7 +53,7 @@ class Places:
                 time.sleep(_MOMENT)
 
 
-class RankStore(_library.Store):  # type: ignore[misc]
+class RankStore(_library.Store):  # type: ignore[misc]  # torch says no types of its own module in C++
     """A store for one meeting of symmetric memory, over one that all ranks share.
 
     torch numbers such meetings per process, and puts the number into its keys. Rank 0's process may have had other engines
@@ -125,7 +125,7 @@ def cut_places(
 
 def open_places(rank: int, size: int, store: Any, device: torch.device, hidden_size: int) -> Places:
     """Called by all ranks alike; returns once all have. RuntimeError if the GPUs can't read each other's memory."""
-    meeting = RankStore(torch.distributed.PrefixStore("places", store))  # type: ignore[attr-defined]
+    meeting = RankStore(_c10d.PrefixStore("places", store))
     name = f"pocketllm-places-{id(store)}-{time.monotonic_ns()}"  # of this process's own register of groups
     group: Any = _c10d.ProcessGroup(meeting, rank, size)
     _library._register_process_group(name, group)

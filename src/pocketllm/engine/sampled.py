@@ -47,7 +47,7 @@ class SampleResult:
             return
         both = self._both()
         there = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived = torch.cuda.Event()
         arrived.record()
         self._sent.append((there, arrived))
 

@@ -47,9 +47,10 @@ class Speculation:
         """The items of a decode pass with drafts behind them, all of one length; each must be noted then. None where
         decoding is as good: fewer than half of the slots have a draft, or one has no room for it. Nor are there more rows
         than those whose results do not depend on their number."""
+        if padded_size(len(items)) * (1 + self.most) > SMALL_BATCH:
+            return None
         drafts = [self._draft(request) for request in requests]
-        few = padded_size(len(items)) * (1 + self.most) <= SMALL_BATCH
-        if not few or 2 * sum(map(bool, drafts)) < len(items) or not all(map(self._has_room, items)):
+        if 2 * sum(map(bool, drafts)) < len(items) or not all(map(self._reserve, items)):
             return None
         planned = []
         for item, request, draft in zip(items, requests, drafts, strict=True):
@@ -60,17 +61,18 @@ class Speculation:
         return planned
 
     def _draft(self, request: Request) -> list[int]:
-        guesses = self._guesses.setdefault(request.request_id, _Guesses(self.make()))
-        left = (
-            self.most if request.params.max_tokens is None else request.params.max_tokens - len(request.output_ids) - 1
-        )
-        draft = guesses.drafter.propose(request.tokens, request.num_tokens, min(self.most, left))
+        if request.request_id not in self._guesses:
+            self._guesses[request.request_id] = _Guesses(self.make())
+        guesses, most = self._guesses[request.request_id], self.most
         if guesses.left > 0:
             guesses.left -= 1
             return []
-        return draft
+        if request.params.max_tokens is not None:
+            most = min(most, request.params.max_tokens - len(request.output_ids) - 1)
+        return guesses.drafter.propose(request.tokens, request.num_tokens, most)
 
-    def _has_room(self, item: SlotTokens) -> bool:
+    def _reserve(self, item: SlotTokens) -> bool:
+        """Whether the slot has room for the item and its drafts; it is promised then."""
         end = item.start + 1 + self.most
         return end <= self.slots.max_context and self.slots.pages.extend(item.slot, end)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 from multiprocessing.connection import Client, Listener
+from typing import Any
 
 import torch
 import torch.distributed
@@ -24,6 +25,7 @@ from pocketllm.options import EngineOptions
 from pocketllm.parallel import TensorParallel
 
 _HOST = "127.0.0.1"
+_distributed: Any = torch.distributed  # whose types do not say all that it has
 
 
 def join_torchrun(checkpoint: Checkpoint, options: EngineOptions, device: torch.device) -> RankGroup:
@@ -31,10 +33,10 @@ def join_torchrun(checkpoint: Checkpoint, options: EngineOptions, device: torch.
 
     OptionError if torchrun started another number of ranks, or this is the second engine of the job.
     """
-    store, rank, size = next(torch.distributed.rendezvous("env://"))  # type: ignore[attr-defined]
+    store, rank, size = next(_distributed.rendezvous("env://"))
     if size != options.tensor_parallel:
         raise OptionError(f"torchrun started {size} processes for tensor_parallel = {options.tensor_parallel}")
-    shared = torch.distributed.PrefixStore("pocketllm", store)  # type: ignore[attr-defined]
+    shared = _distributed.PrefixStore("pocketllm", store)
 
     def connect(rank: int, size: int, device: torch.device) -> TensorParallel:
         return ProcessGroupRanks.connect(rank, size, shared, device)

@@ -10,12 +10,14 @@ from pocketllm.errors import RequestError
 from pocketllm.options import SamplingParams
 from pocketllm.text.grammar import AnswerForm
 
+ToolMode = Literal["auto", "none", "required", "named"]
+
 
 @dataclass(frozen=True)
 class ToolChoice:
     """name: of the tool, for `named`."""
 
-    mode: Literal["auto", "none", "required", "named"] = "auto"
+    mode: ToolMode = "auto"
     name: str | None = None
 
     @property

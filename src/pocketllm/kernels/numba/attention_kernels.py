@@ -34,13 +34,13 @@ PREFILL_ROWS = 64  # query rows for which a tile of K and V is decoded once, abo
 
 
 @njit
-def _bias_width(bias):  # type: ignore[no-untyped-def]
+def _bias_width(bias):
     """Entries behind q that carry the key bias: R / 2 for cosines, R / 2 for sines, one for the dims that do not rotate."""
     return 2 * bias[2] + 1 if bias[0] != 0 else 0
 
 
 @njit
-def prepare_queries(core, q, stride_head, group, stride_query, count, scale, signs, bias, head, blocks, memory, x):  # type: ignore[no-untyped-def]
+def prepare_queries(core, q, stride_head, group, stride_query, count, scale, signs, bias, head, blocks, memory, x):
     """Packs `count` rows of one KV head into `blocks` blocks of [width, rows]; rows of padding become zeros.
 
     q: address of the first row's vector; row r is head r % group of query r // group. x: scratch [D].
@@ -77,7 +77,7 @@ def prepare_queries(core, q, stride_head, group, stride_query, count, scale, sig
 
 
 @njit
-def _run_split(  # type: ignore[no-untyped-def]
+def _run_split(
     core, cache, table, bias, head, blocks, start, first_row, num_rows, last_query, group, mask, memory, layout
 ):
     """Result of tokens start .. start + SPLIT - 1 of a slot for `num_rows` rows from `first_row` on."""
@@ -100,7 +100,7 @@ def _run_split(  # type: ignore[no-untyped-def]
 
 
 @njit
-def _finish(core, total, count, group, out, stride_head, stride_query, signs):  # type: ignore[no-untyped-def]
+def _finish(core, total, count, group, out, stride_head, stride_query, signs):
     """Divides by the weights' sum, rotates back and writes `count` rows."""
     dim = head_dim(core)
     for r in range(count):
@@ -114,7 +114,7 @@ def _finish(core, total, count, group, out, stride_head, stride_query, signs):  
 
 
 @kernel
-def _attend_items(begin, end, core, cache, bias, batch, mask, scale, signs, max_splits, blocks, partial):  # type: ignore[no-untyped-def]
+def _attend_items(begin, end, core, cache, bias, batch, mask, scale, signs, max_splits, blocks, partial):
     """One item: a slot, a split, a KV head. A slot of one split is finished here, others in `_merge_items`."""
     dim, rows = head_dim(core), tile_rows(core)
     kv_heads = cache[4]
@@ -152,7 +152,7 @@ def _attend_items(begin, end, core, cache, bias, batch, mask, scale, signs, max_
 
 
 @kernel
-def _merge_items(begin, end, core, cache, batch, signs, max_splits, blocks, partial):  # type: ignore[no-untyped-def]
+def _merge_items(begin, end, core, cache, batch, signs, max_splits, blocks, partial):
     """One item: a slot and a KV head. Merges its splits in order."""
     dim, rows = head_dim(core), tile_rows(core)
     kv_heads = cache[4]
@@ -175,7 +175,7 @@ def _merge_items(begin, end, core, cache, batch, signs, max_splits, blocks, part
 
 
 @kernel
-def attend_kernel(pool, core, cache, bias, batch, mask, scale, signs):  # type: ignore[no-untyped-def]
+def attend_kernel(pool, core, cache, bias, batch, mask, scale, signs):
     dim, rows, kv_heads = head_dim(core), tile_rows(core), cache[4]
     kv_lens, n, q_len, num_heads = batch[4], batch[5], batch[6], batch[7]
     longest = 0
@@ -195,7 +195,7 @@ def attend_kernel(pool, core, cache, bias, batch, mask, scale, signs):  # type: 
 
 
 @kernel
-def _prefill_items(begin, end, core, cache, bias, batch, mask, scale, signs, queries, max_parts):  # type: ignore[no-untyped-def]
+def _prefill_items(begin, end, core, cache, bias, batch, mask, scale, signs, queries, max_parts):
     """One item: a slot, `queries` of its queries and a KV head; all splits, in order. The longest come first."""
     dim, rows = head_dim(core), tile_rows(core)
     kv_heads = cache[4]
@@ -233,7 +233,7 @@ def _prefill_items(begin, end, core, cache, bias, batch, mask, scale, signs, que
 
 
 @kernel
-def prefill_kernel(pool, core, cache, bias, batch, mask, scale, signs):  # type: ignore[no-untyped-def]
+def prefill_kernel(pool, core, cache, bias, batch, mask, scale, signs):
     bounds, n, group = batch[3], batch[5], batch[7] // cache[4]
     queries = max(1, PREFILL_ROWS // group)
     longest = 0

@@ -28,7 +28,7 @@ _GRAIN = 8192  # elements of K and of V worth a thread's while
 
 
 @njit
-def rotate(core, x, signs):  # type: ignore[no-untyped-def]
+def rotate(core, x, signs):
     """x [D] -> R x in place, as `cache.formats.rotation.rotate`."""
     dim = head_dim(core)
     for i in range(0, dim, 16):
@@ -38,7 +38,7 @@ def rotate(core, x, signs):  # type: ignore[no-untyped-def]
 
 
 @njit
-def rotate_back(core, x, signs):  # type: ignore[no-untyped-def]
+def rotate_back(core, x, signs):
     """x [D] -> R^T x in place."""
     dim = head_dim(core)
     block = dim & -dim
@@ -61,7 +61,7 @@ def angle_columns(cos: Tensor, sin: Tensor) -> np.ndarray[Any, np.dtype[np.float
 
 
 @njit
-def _row_number(cache, slot, position, head):  # type: ignore[no-untyped-def]
+def _row_number(cache, slot, position, head):
     """Row of (slot, position, KV head) in planes seen as [(num_pages + 1) * page_size * kv_heads, width]."""
     _, table, max_pages, page_shift, kv_heads = cache
     page = load_i32(table + 4 * (slot * max_pages + (position >> page_shift)))
@@ -69,7 +69,7 @@ def _row_number(cache, slot, position, head):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _append_items(begin, end, core, cache, k, v, token_slots, positions, signs):  # type: ignore[no-untyped-def]
+def _append_items(begin, end, core, cache, k, v, token_slots, positions, signs):
     """One item: a token. k, v: (address, bytes from one token to the next)."""
     dim, kv_heads = head_dim(core), cache[4]
     scratch = np.empty(2 * dim + 32, np.float32)  # encoders may read a vector beyond the end
@@ -89,13 +89,13 @@ def _append_items(begin, end, core, cache, k, v, token_slots, positions, signs):
 
 
 @kernel
-def append_kernel(pool, core, cache, k, v, token_slots, positions, count, signs):  # type: ignore[no-untyped-def]
+def append_kernel(pool, core, cache, k, v, token_slots, positions, count, signs):
     grain = max(1, _GRAIN // (cache[4] * head_dim(core)))
     parallel_for(pool, _append_items, count, grain, (core, cache, k, v, token_slots, positions, signs))
 
 
 @kernel
-def _dequantize_items(begin, end, core, cache, bias, slot, k, v, signs):  # type: ignore[no-untyped-def]
+def _dequantize_items(begin, end, core, cache, bias, slot, k, v, signs):
     """One item: a token. k, v: addresses of the outputs [kv_len, Hk, D]."""
     dim, kv_heads = head_dim(core), cache[4]
     _, angles, half = bias
@@ -124,6 +124,6 @@ def _dequantize_items(begin, end, core, cache, bias, slot, k, v, signs):  # type
 
 
 @kernel
-def dequantize_kernel(pool, core, cache, bias, slot, kv_len, k, v, signs):  # type: ignore[no-untyped-def]
+def dequantize_kernel(pool, core, cache, bias, slot, kv_len, k, v, signs):
     grain = max(1, _GRAIN // (cache[4] * head_dim(core)))
     parallel_for(pool, _dequantize_items, kv_len, grain, (core, cache, bias, slot, k, v, signs))

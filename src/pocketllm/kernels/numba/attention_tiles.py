@@ -75,14 +75,14 @@ _NEVER = -np.inf
 # -- tiles of registers ----------------------------------------------------------------------------------------------
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _score_zeros(typingctx: Any, core: Any) -> Any:
     """A tile of rows x 2 vectors (32 tokens)."""
     ty = UniTuple(f32x16, 2 * core.core.rows)
     return ty(core), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _score_scale(typingctx: Any, tile: Any, first: Any, second: Any) -> Any:
     """Multiplies each row's two vectors by these."""
 
@@ -92,7 +92,7 @@ def _score_scale(typingctx: Any, tile: Any, first: Any, second: Any) -> Any:
     return tile(tile, f32x16, f32x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _score_store(typingctx: Any, tile: Any, address: Any, stride: Any) -> Any:
     """Row r goes to address + r * stride."""
 
@@ -108,7 +108,7 @@ def _score_store(typingctx: Any, tile: Any, address: Any, stride: Any) -> Any:
     return types.void(tile, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _out_load(typingctx: Any, core: Any, address: Any, stride: Any, factors: Any) -> Any:
     """A tile of rows x lanes vectors from address + r * stride, times the float32 at factors + 4 r."""
     rows, lanes = core.core.rows, core.core.lanes
@@ -125,7 +125,7 @@ def _out_load(typingctx: Any, core: Any, address: Any, stride: Any, factors: Any
     return ty(core, types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _out_add(typingctx: Any, acc: Any, v: Any, p: Any, stride: Any) -> Any:
     """acc[r, l] += p[r] * v[l]; p[r] is the float32 at p + r * stride."""
 
@@ -142,7 +142,7 @@ def _out_add(typingctx: Any, acc: Any, v: Any, p: Any, stride: Any) -> Any:
     return acc(acc, v, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _out_store(typingctx: Any, core: Any, acc: Any, address: Any, stride: Any) -> Any:
     lanes = core.core.lanes
 
@@ -161,7 +161,7 @@ def _out_store(typingctx: Any, core: Any, acc: Any, address: Any, stride: Any) -
 
 
 @njit(forceinline=True)
-def scratch_layout(core, blocks, bias_width):  # type: ignore[no-untyped-def]
+def scratch_layout(core, blocks, bias_width):
     """Offsets in float32 elements of (split, k, rows, v, scales, p, index, small) behind `queries`, and the whole size."""
     dim, tile, rows = head_dim(core), tile_tokens(core), tile_rows(core)
     split = blocks * (dim + bias_width) * rows
@@ -176,14 +176,14 @@ def scratch_layout(core, blocks, bias_width):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _first_row(table, position, page_shift, kv_heads):  # type: ignore[no-untyped-def]
+def _first_row(table, position, page_shift, kv_heads):
     """Number of the row of a position's KV head 0. 16 tokens from a multiple of 16 on are always in one page."""
     page = load_i32(table + 4 * (position >> page_shift))
     return ((page << page_shift) + (position & ((1 << page_shift) - 1))) * kv_heads
 
 
 @njit
-def prefetch_tile(core, planes, table, kv_heads, page_shift, head, start, end):  # type: ignore[no-untyped-def]
+def prefetch_tile(core, planes, table, kv_heads, page_shift, head, start, end):
     """Asks for the tile that begins at `start`, as far as there are tokens: nothing else asks ahead for a split's first."""
     for first in range(start, min(start + tile_tokens(core), end), 16):
         base = _first_row(table, first, page_shift, kv_heads) + head
@@ -192,9 +192,7 @@ def prefetch_tile(core, planes, table, kv_heads, page_shift, head, start, end): 
 
 
 @njit
-def load_tile(  # type: ignore[no-untyped-def]
-    core, planes, table, kv_heads, page_shift, head, start, count, end, memory, layout
-):
+def load_tile(core, planes, table, kv_heads, page_shift, head, start, count, end, memory, layout):
     """Decodes K (as columns), scales and, if `core.shared`, V of tokens start .. start + count - 1 into scratch memory.
 
     table: address of the slot's row of the block table; end: tokens of the slot. Nothing beyond the last token is read
@@ -227,7 +225,7 @@ def load_tile(  # type: ignore[no-untyped-def]
 
 
 @njit
-def _scores(core, queries, start, count, bias, memory, layout):  # type: ignore[no-untyped-def]
+def _scores(core, queries, start, count, bias, memory, layout):
     """p = (q . k) * k scale + the key bias's part, for one block of rows and a tile of tokens."""
     dim, tile, rows = head_dim(core), tile_tokens(core), tile_rows(core)
     k, scales, p = memory + 4 * layout[1], memory + 4 * layout[4], memory + 4 * layout[5]
@@ -250,7 +248,7 @@ def _scores(core, queries, start, count, bias, memory, layout):  # type: ignore[
 
 
 @njit
-def attend_tile(core, planes, width, block, start, count, first_row, last_query, group, mask, bias, memory, layout):  # type: ignore[no-untyped-def]
+def attend_tile(core, planes, width, block, start, count, first_row, last_query, group, mask, bias, memory, layout):
     """Adds a tile to the split's result of one block of rows.
 
     Rows are numbered (position of the query) * group + head in the group; `first_row` is that of block 0's first one.
@@ -303,7 +301,7 @@ def attend_tile(core, planes, width, block, start, count, first_row, last_query,
 
 
 @njit
-def clear_split(split, rows, dim):  # type: ignore[no-untyped-def]
+def clear_split(split, rows, dim):
     """No tokens seen yet."""
     for r in range(rows):
         at = split + 4 * r * (dim + 32)
@@ -313,7 +311,7 @@ def clear_split(split, rows, dim):  # type: ignore[no-untyped-def]
 
 
 @njit
-def merge_split(total, split, rows, dim):  # type: ignore[no-untyped-def]
+def merge_split(total, split, rows, dim):
     """Adds a split's result to that of all splits before it, both [rows, dim + 32]."""
     for r in range(rows):
         a, b = total + 4 * r * (dim + 32), split + 4 * r * (dim + 32)
@@ -327,6 +325,6 @@ def merge_split(total, split, rows, dim):  # type: ignore[no-untyped-def]
 
 
 @njit
-def weight_sum(total, dim):  # type: ignore[no-untyped-def]
+def weight_sum(total, dim):
     """Sum of the softmax weights of one row."""
     return sum_lanes(load_f32x16(total + 4 * dim))

@@ -136,7 +136,7 @@ class CoreType(types.Type):
         return {k: v for k, v in self.__dict__.items() if k != "core"}
 
 
-@typeof_impl.register(Core)  # type: ignore[untyped-decorator]
+@typeof_impl.register(Core)
 def _typeof_core(value: Core, context: object) -> CoreType:
     core_type = CoreType(value)  # Numba returns the first type of this name, which may come from a cache file
     core_type.core = value
@@ -146,7 +146,7 @@ def _typeof_core(value: Core, context: object) -> CoreType:
 register_model(CoreType)(models.OpaqueModel)
 
 
-@unbox(CoreType)  # type: ignore[untyped-decorator]
+@unbox(CoreType)
 def _unbox_core(core_type: object, value: object, c: Any) -> Any:
     return NativeValue(c.context.get_dummy_value())
 
@@ -183,39 +183,39 @@ def v_scale(core: Any, row: Any) -> Any:
 
 
 @overload(encode_row)
-def _encode_row(core, k, v, row):  # type: ignore[no-untyped-def]
+def _encode_row(core, k, v, row):
     piece = njit(core.core.pieces.encode_row)
     return lambda core, k, v, row: piece(k, v, row)
 
 
 @overload(load_k)
-def _load_k(core, row, i):  # type: ignore[no-untyped-def]
+def _load_k(core, row, i):
     piece = njit(core.core.pieces.load_k, forceinline=True)
     return lambda core, row, i: piece(row, i)
 
 
 @overload(load_v)
-def _load_v(core, row, i):  # type: ignore[no-untyped-def]
+def _load_v(core, row, i):
     piece = njit(core.core.pieces.load_v, forceinline=True)
     return lambda core, row, i: piece(row, i)
 
 
 @overload(v_tile, jit_options={"forceinline": True})
-def _v_tile(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+def _v_tile(core, planes, index, v, t, i):
     dim, lanes, shared = core.core.head_dim, core.core.lanes, core.core.shared
     load = register_jitable(core.core.pieces.load_v)
 
-    def decoded(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+    def decoded(core, planes, index, v, t, i):
         return load_tile_f32(core, v + 4 * (t * dim + i))
 
-    def one(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+    def one(core, planes, index, v, t, i):
         return (load(row_at(core, planes, load_i64(index + 8 * t)), i),)
 
-    def two(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+    def two(core, planes, index, v, t, i):
         row = row_at(core, planes, load_i64(index + 8 * t))
         return load(row, i), load(row, i + 16)
 
-    def four(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
+    def four(core, planes, index, v, t, i):
         row = row_at(core, planes, load_i64(index + 8 * t))
         return load(row, i), load(row, i + 16), load(row, i + 32), load(row, i + 48)
 
@@ -223,13 +223,13 @@ def _v_tile(core, planes, index, v, t, i):  # type: ignore[no-untyped-def]
 
 
 @overload(k_scale)
-def _k_scale(core, row):  # type: ignore[no-untyped-def]
+def _k_scale(core, row):
     piece = njit(core.core.pieces.k_scale, forceinline=True)
     return lambda core, row: piece(row)
 
 
 @overload(v_scale)
-def _v_scale(core, row):  # type: ignore[no-untyped-def]
+def _v_scale(core, row):
     piece = njit(core.core.pieces.v_scale, forceinline=True)
     return lambda core, row: piece(row)
 
@@ -252,7 +252,7 @@ is_rotated = _number(lambda core: int(core.pieces.signs is not None))
 is_shared = _number(lambda core: int(core.shared))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def row_at(typingctx: Any, core: Any, planes: Any, index: Any) -> Any:
     """Row number `index` of planes that start at the given addresses."""
     row_bytes = core.core.pieces.row_bytes
@@ -267,7 +267,7 @@ def row_at(typingctx: Any, core: Any, planes: Any, index: Any) -> Any:
     return planes(core, planes, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_tile_f32(typingctx: Any, core: Any, address: Any) -> Any:
     """`core.lanes` vectors of float32."""
     ty = UniTuple(f32x16, core.core.lanes)
@@ -278,7 +278,7 @@ def load_tile_f32(typingctx: Any, core: Any, address: Any) -> Any:
     return ty(core, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch_row(typingctx: Any, core: Any, planes: Any, index: Any) -> Any:
     """Asks for row number `index` to be brought to the L2 cache. Planes of a few bytes a row are left to the hardware."""
     i8, i32, i64 = (ir.IntType(bits) for bits in (8, 32, 64))

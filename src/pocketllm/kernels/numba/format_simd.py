@@ -26,13 +26,13 @@ def _ints(value: int) -> ir.Constant:
     return ir.Constant(_VI32, [value] * LANES)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_i8x16(typingctx: Any, address: Any) -> Any:
     """16 int8."""
     return f32x16(types.int64), lambda ctx, b, sig, a: b.sitofp(b.sext(_load(b, a[0], _vec(_I8)), _VI32), _VF32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_i8x16(typingctx: Any, address: Any, value: Any) -> Any:
     """Writes 16 whole numbers in [-128, 127] as int8 (a NaN becomes 0)."""
 
@@ -44,7 +44,7 @@ def store_i8x16(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, f32x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_f16x16(typingctx: Any, address: Any, value: Any) -> Any:
     """Rounds to float16, to nearest even."""
 
@@ -56,7 +56,7 @@ def store_f16x16(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, f32x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_bf16x16(typingctx: Any, address: Any, value: Any) -> Any:
     """Rounds to bfloat16, to nearest even; denormals are kept, a NaN stays one."""
 
@@ -71,7 +71,7 @@ def store_bf16x16(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, f32x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_e4m3x16(typingctx: Any, address: Any) -> Any:
     """16 8-bit floats (e4m3), finite ones: their bits, moved into place, are a float32 with an exponent 120 too small."""
 
@@ -82,7 +82,7 @@ def load_e4m3x16(typingctx: Any, address: Any) -> Any:
     return f32x16(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_e4m3x16(typingctx: Any, address: Any, value: Any) -> Any:
     """Rounds values in [-448, 448] to e4m3, to nearest even; a NaN becomes NaN."""
 
@@ -103,7 +103,7 @@ def store_e4m3x16(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, f32x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_nibbles(typingctx: Any, first: Any, first_shift: Any, second: Any, second_shift: Any, table: Any) -> Any:
     """table[4 bits] of 8 bytes at `first` and 8 at `second`, each byte shifted right by 0 or 4 first.
 
@@ -127,13 +127,13 @@ def load_nibbles(typingctx: Any, first: Any, first_shift: Any, second: Any, seco
     return f32x16(*args), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_low_nibbles(typingctx: Any, address: Any, table: Any) -> Any:
     """table[low 4 bits] of 16 bytes."""
     return _half_bytes(0)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_high_nibbles(typingctx: Any, address: Any, table: Any) -> Any:
     """table[high 4 bits] of 16 bytes."""
     return _half_bytes(4)
@@ -150,7 +150,7 @@ def _half_bytes(shift: int) -> Any:
     return f32x16(types.int64, UniTuple(types.float32, 16)), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_nibbles(typingctx: Any, address: Any, low: Any, high: Any) -> Any:
     """Writes 8 bytes low | high << 4 of the first 8 lanes, whole numbers in 0 .. 15."""
 
@@ -181,7 +181,7 @@ def _look_up(b: ir.IRBuilder, codes: ir.Value, table: ir.Value, native: bool) ->
     return vector
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def count_below(typingctx: Any, x: Any, bounds: Any) -> Any:
     """How many of the constants `bounds`, a tuple of float32, are below each x."""
 
@@ -197,7 +197,7 @@ def count_below(typingctx: Any, x: Any, bounds: Any) -> Any:
     return f32x16(f32x16, bounds), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def look_up(typingctx: Any, codes: Any, table: Any) -> Any:
     """table[code] for whole numbers in 0 .. 15."""
     native = bool(llvm.get_host_cpu_features().get("avx512f"))
@@ -209,7 +209,7 @@ def look_up(typingctx: Any, codes: Any, table: Any) -> Any:
 
 
 @njit
-def absmax(x, size):  # type: ignore[no-untyped-def]
+def absmax(x, size):
     """Largest magnitude of the `size` float32 at x, at least 1e-12 (the floor of `absmax_scale`); NaN if any is."""
     largest = splat(0.0)
     for i in range(0, size, 16):
@@ -219,14 +219,14 @@ def absmax(x, size):  # type: ignore[no-untyped-def]
     return floor if result < floor else result
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_i32(typingctx: Any, address: Any) -> Any:
     """One int32 at `address`, as int64."""
     i32, i64 = ir.IntType(32), ir.IntType(64)
     return types.int64(types.int64), lambda ctx, b, sig, a: b.sext(_load(b, a[0], i32), i64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_i32(typingctx: Any, address: Any, value: Any) -> Any:
     """Writes the lower 32 bits of an int64."""
 
@@ -237,25 +237,25 @@ def store_i32(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def as_int(typingctx: Any, x: Any) -> Any:
     """The bits of a float32, as int64."""
     i64 = ir.IntType(64)
     return types.int64(types.float32), lambda ctx, b, sig, a: b.sext(b.bitcast(a[0], _I32), i64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def as_float(typingctx: Any, bits: Any) -> Any:
     """The inverse of `as_int`."""
     return types.float32(types.int64), lambda ctx, b, sig, a: b.bitcast(b.trunc(a[0], _I32), _F32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_i64(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), lambda ctx, b, sig, a: _load(b, a[0], ir.IntType(64))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_i64(typingctx: Any, address: Any, value: Any) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         b.store(a[1], _at(b, a[0], 0, ir.IntType(64)), align=1)
@@ -264,13 +264,13 @@ def store_i64(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_i16x16(typingctx: Any, address: Any) -> Any:
     """16 int16."""
     return f32x16(types.int64), lambda ctx, b, sig, a: b.sitofp(b.sext(_load(b, a[0], _vec(_I16)), _VI32), _VF32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_i16x16(typingctx: Any, address: Any, value: Any) -> Any:
     """Writes 16 whole numbers in [-32768, 32767] as int16 (a NaN becomes 0)."""
 
@@ -282,7 +282,7 @@ def store_i16x16(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, f32x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def keep_alive(typingctx: Any, array: Any) -> Any:
     """To be called when an array of which only the address is used may go: Numba frees it after its last mention."""
     return types.void(array), lambda ctx, b, sig, a: ctx.get_dummy_value()

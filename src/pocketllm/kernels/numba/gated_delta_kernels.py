@@ -31,7 +31,7 @@ BLOCK = 64  # tokens whose q, k, v are held in scratch memory at a time
 
 
 @njit
-def _convolve(x, row_bytes, start, count, channel, width, tail, conv, taps, out, scratch):  # type: ignore[no-untyped-def]
+def _convolve(x, row_bytes, start, count, channel, width, tail, conv, taps, out, scratch):
     """silu of the causal convolution of `width` channels for tokens start .. start + count - 1, into out [count, width].
 
     tail: address of the slot's last taps - 1 inputs [C, taps - 1]; scratch [taps + taps - 1 + count, width].
@@ -59,7 +59,7 @@ def _convolve(x, row_bytes, start, count, channel, width, tail, conv, taps, out,
 
 
 @njit
-def _keep_tail(x, row_bytes, count, channel, width, tail, taps):  # type: ignore[no-untyped-def]
+def _keep_tail(x, row_bytes, count, channel, width, tail, taps):
     """Moves the last taps - 1 inputs of a sequence of `count` new tokens to `tail`."""
     kept = taps - 1
     for c in range(channel, channel + width):
@@ -71,7 +71,7 @@ def _keep_tail(x, row_bytes, count, channel, width, tail, taps):  # type: ignore
 
 
 @njit
-def _normalize(x, count, width, factor):  # type: ignore[no-untyped-def]
+def _normalize(x, count, width, factor):
     """Rows of x to unit length (1e-6 added to the square), times factor."""
     for t in range(count):
         row = x + 4 * t * width
@@ -85,7 +85,7 @@ def _normalize(x, count, width, factor):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _delta_step_64(s, row_bytes, dk, q, k, v, o, decay, beta):  # type: ignore[no-untyped-def]
+def _delta_step_64(s, row_bytes, dk, q, k, v, o, decay, beta):
     """One token on 64 columns of the state at s. v [64] is replaced by what is written along k; o [64] is the output.
 
     Sums over dk run in two halves (even and odd rows), so that eight additions are under way at a time.
@@ -135,7 +135,7 @@ def _delta_step_64(s, row_bytes, dk, q, k, v, o, decay, beta):  # type: ignore[n
 
 
 @njit
-def _delta_step_16(s, row_bytes, dk, q, k, v, o, decay, beta):  # type: ignore[no-untyped-def]
+def _delta_step_16(s, row_bytes, dk, q, k, v, o, decay, beta):
     """The same on 16 columns, for heads whose size is no multiple of 64."""
     g, a, b = splat(decay), splat(0.0), splat(0.0)
     for i in range(0, dk, 2):
@@ -156,7 +156,7 @@ def _delta_step_16(s, row_bytes, dk, q, k, v, o, decay, beta):  # type: ignore[n
 
 
 @njit
-def _delta_rule(s, dk, dv, q, k, v, o, gates, count, keep, block):  # type: ignore[no-untyped-def]
+def _delta_rule(s, dk, dv, q, k, v, o, gates, count, keep, block):
     """`count` tokens on a state [dk, dv]: v [count, dv] becomes what was written, o [count, dv] the output.
 
     keep: the state moves forward; else it stays as it was. Several tokens work on a dense copy, in `block` [dk, 64], of 64
@@ -182,14 +182,14 @@ def _delta_rule(s, dk, dv, q, k, v, o, gates, count, keep, block):  # type: igno
 
 
 @njit
-def _copy_rows(source, source_row, target, target_row, rows, width):  # type: ignore[no-untyped-def]
+def _copy_rows(source, source_row, target, target_row, rows, width):
     for r in range(rows):
         for i in range(0, 4 * width, 64):
             store_f32x16(target + r * target_row + i, load_f32x16(source + r * source_row + i))
 
 
 @njit
-def _gates(a, b, a_log, dt_bias):  # type: ignore[no-untyped-def]
+def _gates(a, b, a_log, dt_bias):
     """(decay factor, write strength) of one token and value head."""
     x = a + dt_bias
     softplus = x if x > np.float32(20) else np.float32(math.log1p(math.exp(x)))
@@ -198,7 +198,7 @@ def _gates(a, b, a_log, dt_bias):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _gated_norm(o, z, norm, eps, dv, out):  # type: ignore[no-untyped-def]
+def _gated_norm(o, z, norm, eps, dv, out):
     squares = splat(0.0)
     for i in range(0, dv, 16):
         x = load_f32x16(o + 4 * i)
@@ -210,13 +210,13 @@ def _gated_norm(o, z, norm, eps, dv, out):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _copy(source, target, count):  # type: ignore[no-untyped-def]
+def _copy(source, target, count):
     for i in range(0, count, 16):
         store_f32x16(target + 4 * i, load_f32x16(source + 4 * i))
 
 
 @kernel
-def _sequences(begin, end, inputs, weights, shape, state, slot_ids, bounds, q_len, verify, out):  # type: ignore[no-untyped-def]
+def _sequences(begin, end, inputs, weights, shape, state, slot_ids, bounds, q_len, verify, out):
     """One item: a sequence and a key head. Sequence i has q_len tokens from i * q_len on, or those `bounds` tells."""
     qkv, qkv_row, z, z_row, b, b_row, a, a_row = inputs
     conv, taps, a_log, dt_bias, norm, eps = weights
@@ -277,7 +277,7 @@ def _sequences(begin, end, inputs, weights, shape, state, slot_ids, bounds, q_le
 
 
 @njit
-def _journal_x(x, entry, head, per_key, key_heads, dk, dv):  # type: ignore[no-untyped-def]
+def _journal_x(x, entry, head, per_key, key_heads, dk, dv):
     """The inputs of a key head's channels."""
     _copy(x + 4 * head * dk, entry + 4 * head * dk, dk)
     _copy(x + 4 * (key_heads + head) * dk, entry + 4 * (key_heads + head) * dk, dk)
@@ -286,13 +286,13 @@ def _journal_x(x, entry, head, per_key, key_heads, dk, dv):  # type: ignore[no-u
 
 
 @kernel
-def sequences_kernel(pool, inputs, weights, shape, state, slot_ids, bounds, n, q_len, verify, out):  # type: ignore[no-untyped-def]
+def sequences_kernel(pool, inputs, weights, shape, state, slot_ids, bounds, n, q_len, verify, out):
     arguments = (inputs, weights, shape, state, slot_ids, bounds, q_len, verify, out)
     parallel_for(pool, _sequences, n * shape[0], 1, arguments)
 
 
 @kernel
-def _commits(begin, end, shape, state, taps, slot_ids, counts):  # type: ignore[no-untyped-def]
+def _commits(begin, end, shape, state, taps, slot_ids, counts):
     """One item: a slot and a key head."""
     key_heads, value_heads, dk, dv = shape
     conv_state, recurrent, journal_x, journal_k, journal_d, journal_g, journal_length = state
@@ -319,5 +319,5 @@ def _commits(begin, end, shape, state, taps, slot_ids, counts):  # type: ignore[
 
 
 @kernel
-def commit_kernel(pool, shape, state, taps, slot_ids, counts, n):  # type: ignore[no-untyped-def]
+def commit_kernel(pool, shape, state, taps, slot_ids, counts, n):
     parallel_for(pool, _commits, n * shape[0], 1, (shape, state, taps, slot_ids, counts))

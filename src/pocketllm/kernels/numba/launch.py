@@ -48,7 +48,7 @@ def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | N
     return result, replay
 
 
-class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recording(TorchDispatchMode):
     """Sees every torch operation while it is active."""
 
     @classmethod
@@ -57,7 +57,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.steps: list[tuple[Any, tuple[Any, ...]]] = []
         self.made: list[Any] = []
         self.repeatable = True

@@ -32,7 +32,7 @@ _CHUNKS = 16  # pieces the outputs are cut into: small enough to even out, large
 
 
 @njit
-def _tile_rows(rows):  # type: ignore[no-untyped-def]
+def _tile_rows(rows):
     """Rows of the tile that starts `rows` rows before the end."""
     if rows > 4:
         return 8
@@ -40,7 +40,7 @@ def _tile_rows(rows):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _prepare_steps(begin, end, scheme, x, rows, k, steps, step, row_bytes, out):  # type: ignore[no-untyped-def]
+def _prepare_steps(begin, end, scheme, x, rows, k, steps, step, row_bytes, out):
     """Steps begin .. end - 1 of all tiles, counted through: a thread writes whole cache lines, all rows of a tile."""
     for i in range(begin, end):
         first, s = i // steps * TILE_ROWS, i % steps
@@ -59,7 +59,7 @@ def _prepare_steps(begin, end, scheme, x, rows, k, steps, step, row_bytes, out):
 
 
 @kernel
-def _blocks(begin, end, scheme, x, rows, w, n, steps, step_bytes, row_bytes, bias, y):  # type: ignore[no-untyped-def]
+def _blocks(begin, end, scheme, x, rows, w, n, steps, step_bytes, row_bytes, bias, y):
     for group in range(0, rows, _GROUP_ROWS):
         group_end = min(group + _GROUP_ROWS, rows)
         for block in range(begin, end):
@@ -86,7 +86,7 @@ def _blocks(begin, end, scheme, x, rows, w, n, steps, step_bytes, row_bytes, bia
 
 
 @njit
-def _one_tile(scheme, at, here, steps, left, to, columns, bias):  # type: ignore[no-untyped-def]
+def _one_tile(scheme, at, here, steps, left, to, columns, bias):
     """Up to 8 rows of one block of weights, written to `to`, rows of COLUMNS float32."""
     tile_rows = _tile_rows(left)
     if tile_rows == 8:
@@ -100,7 +100,7 @@ def _one_tile(scheme, at, here, steps, left, to, columns, bias):  # type: ignore
 
 
 @kernel
-def _gated_blocks(begin, end, scheme, x, rows, w, inner, steps, step_bytes, row_bytes, bias, y):  # type: ignore[no-untyped-def]
+def _gated_blocks(begin, end, scheme, x, rows, w, inner, steps, step_bytes, row_bytes, bias, y):
     """silu(gate) * up for blocks begin .. end - 1 of the first half of the outputs; the second half has the `up`s."""
     tiles = np.empty(2 * TILE_ROWS * COLUMNS, np.float32)
     gate = tiles.ctypes.data
@@ -132,7 +132,7 @@ def gated_product_kernel(scheme: Scheme) -> Any:
     step, step_bytes, row_bytes = scheme.step, scheme.step_bytes, scheme.row_bytes
 
     @kernel
-    def gated_product(pool, x, rows, k, w, inner, bias, y, scratch):  # type: ignore[no-untyped-def]
+    def gated_product(pool, x, rows, k, w, inner, bias, y, scratch):
         steps = (k + step - 1) // step
         tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
         grain = max(1, _PREPARE_GRAIN // (min(rows, TILE_ROWS) * step))
@@ -153,7 +153,7 @@ def product_kernel(scheme: Scheme) -> Any:
     step, step_bytes, row_bytes = scheme.step, scheme.step_bytes, scheme.row_bytes
 
     @kernel
-    def product(pool, x, rows, k, w, n, bias, y, scratch):  # type: ignore[no-untyped-def]
+    def product(pool, x, rows, k, w, n, bias, y, scratch):
         steps = (k + step - 1) // step
         tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
         grain = max(1, _PREPARE_GRAIN // (min(rows, TILE_ROWS) * step))

@@ -67,7 +67,7 @@ def _concat(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     return b.shuffle_vector(x, y, ir.Constant(_vec(_I32, 2 * x.type.count), list(range(2 * x.type.count))))
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def pack_f32(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, count: Any, out: Any) -> Any:
     """A tile's 16 columns of x: the first `count` float32 (zeros after them) of `size` (a literal) rows, word by word.
 
@@ -85,7 +85,7 @@ def pack_f32(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, count: A
     return types.void(size, i64, i64, i64, i64, i64), codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def pack_bf16(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, count: Any, out: Any) -> Any:
     """pack_f32, rounded to bfloat16: a word is a pair of neighbours, 8 words a row."""
 
@@ -101,7 +101,7 @@ def pack_bf16(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, count: 
     return types.void(size, i64, i64, i64, i64, i64), codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def pack_i8(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, shift: Any, out: Any) -> Any:
     """32 columns of `size` (a literal) rows of x quantised to int8: word by word 8 words of 4, a scale, a sum.
 
@@ -143,7 +143,7 @@ def pack_i8(typingctx: Any, size: Any, x: Any, stride: Any, rows: Any, shift: An
 # -- decoding weights ------------------------------------------------------------------------------------------------
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def load_pair(typingctx: Any, acc: Any, min_tile: Any, address: Any) -> Any:
     """128 bytes of weights as two i32x16. For tiles `acc` of at least `min_tile` (a literal) vectors, prefetches too.
 
@@ -161,7 +161,7 @@ def load_pair(typingctx: Any, acc: Any, min_tile: Any, address: Any) -> Any:
     return UniTuple(i32x16, 2)(acc, min_tile, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def nibbles(typingctx: Any, w: Any) -> Any:
     """(low, high) 4 bits of each of 64 bytes, as unsigned bytes."""
 
@@ -182,7 +182,7 @@ def _e4m3_as_bf16(code: int) -> int:
     return int.from_bytes(struct.pack(">f", value)[:2], "big")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def e4m3_to_bf16(typingctx: Any, target: Any, w: Any) -> Any:
     """64 float8 e4m3fn -> two vectors of bfloat16 pairs. In each 16 bytes, the first 8 go to the first vector."""
     native = "avx512vbmi" in target.features
@@ -224,7 +224,7 @@ def e4m3_to_bf16(typingctx: Any, target: Any, w: Any) -> Any:
 # -- products of tiles -----------------------------------------------------------------------------------------------
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def tile_dot_bf16(typingctx: Any, target: Any, acc: Any, w: Any, x: Any) -> Any:
     """acc[r, l] += w[l][lane, 0] * x[r][0] + w[l][lane, 1] * x[r][1]: bfloat16; x: address of a pair a row."""
     rows, native = acc.count // w.count, "avx512bf16" in target.features
@@ -253,7 +253,7 @@ def tile_dot_bf16(typingctx: Any, target: Any, acc: Any, w: Any, x: Any) -> Any:
     return acc(target, acc, w, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def tile_dot_u8s8(typingctx: Any, target: Any, acc: Any, w: Any, x: Any) -> Any:
     """acc[r, l] += sum over 4 of w[l][lane, i] * x[r][i], exact in int32: w unsigned, x signed bytes."""
     rows, native = acc.count // w.count, "avx512vnni" in target.features
@@ -282,7 +282,7 @@ def tile_dot_u8s8(typingctx: Any, target: Any, acc: Any, w: Any, x: Any) -> Any:
     return acc(target, acc, w, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def tile_splat_i32(typingctx: Any, like: Any, w: Any, x: Any) -> Any:
     """An int32 tile of the size of `like` (lanes as in w), whose row r holds the int32 at x + 4 r."""
 
@@ -293,21 +293,21 @@ def tile_splat_i32(typingctx: Any, like: Any, w: Any, x: Any) -> Any:
     return UniTuple(i32x16, like.count)(like, w, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def tile_zeros_i32(typingctx: Any, like: Any) -> Any:
     """An int32 tile of zeros of the size of `like`."""
     ty = UniTuple(i32x16, like.count)
     return ty(like), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def tile_clear(typingctx: Any, like: Any) -> Any:
     """A float32 tile of zeros of the size of `like`."""
     ty = UniTuple(f32x16, like.count)
     return ty(like), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def tile_add_product(typingctx: Any, acc: Any, part: Any, factor: Any) -> Any:
     """acc + part * factor, tile by tile; factor is one vector."""
 
@@ -318,7 +318,7 @@ def tile_add_product(typingctx: Any, acc: Any, part: Any, factor: Any) -> Any:
     return acc(acc, part, f32x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def tile_add_scaled(typingctx: Any, acc: Any, product: Any, scale: Any, x: Any) -> Any:
     """acc[r, l] += (float32(product[r, l]) * scale[l]) * x[r]; x the address of one float32 a row."""
 
@@ -335,7 +335,7 @@ def tile_add_scaled(typingctx: Any, acc: Any, product: Any, scale: Any, x: Any) 
     return acc(acc, product, scale, types.int64), codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def tile_store(typingctx: Any, acc: Any, lanes: Any, y: Any, stride: Any, rows: Any, columns: Any, bias: Any) -> Any:
     """Writes rows x columns of the tile (`lanes`, a literal, vectors a row) to y, rows `stride` bytes apart.
 

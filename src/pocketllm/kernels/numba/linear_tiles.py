@@ -91,7 +91,7 @@ class _SchemeType(types.Type):
         super().__init__(name=f"Scheme({scheme.name},{','.join(scheme.target.features)})")
 
 
-@typeof_impl.register(Scheme)  # type: ignore[untyped-decorator]
+@typeof_impl.register(Scheme)
 def _typeof_scheme(value: Scheme, context: object) -> _SchemeType:
     return _SchemeType(value)
 
@@ -99,7 +99,7 @@ def _typeof_scheme(value: Scheme, context: object) -> _SchemeType:
 register_model(_SchemeType)(models.OpaqueModel)
 
 
-@lower_constant(_SchemeType)  # type: ignore[untyped-decorator]
+@lower_constant(_SchemeType)
 def _constant_scheme(context: Any, builder: Any, ty: object, value: object) -> Any:
     return context.get_dummy_value()
 
@@ -117,21 +117,21 @@ def prepare(scheme: Any, size: Any, x: Any, stride: Any, rows: Any, count: Any, 
 
 
 @overload(prepare, prefer_literal=True)
-def _prepare(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+def _prepare(scheme, size, x, stride, rows, count, out):
     name, n = scheme.scheme.name, size.literal_value
     shift = {"w8": 128, "w4_shifted": 8}.get(name, 0)
 
-    def f32(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+    def f32(scheme, size, x, stride, rows, count, out):
         pack_f32(n, x, stride, rows, count, out)
 
-    def bf16(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+    def bf16(scheme, size, x, stride, rows, count, out):
         pack_bf16(n, x, stride, rows, count, out)
 
-    def bf16_128(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+    def bf16_128(scheme, size, x, stride, rows, count, out):
         for i in range(8):
             pack_bf16(n, x + i * 64, stride, rows, count - i * 16, out + i * 32 * n)
 
-    def int8(scheme, size, x, stride, rows, count, out):  # type: ignore[no-untyped-def]
+    def int8(scheme, size, x, stride, rows, count, out):
         pack_i8(n, x, stride, rows, shift, out)
 
     return {"fp32": f32, "fp16": f32, "bf16": bf16, "fp8_block": bf16_128}.get(name, int8)
@@ -149,10 +149,10 @@ def multiply(scheme: Any, acc: Any, w: Any, x: Any, stride: Any, steps: Any) -> 
 
 
 @overload(multiply)
-def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+def _multiply(scheme, acc, w, x, stride, steps):
     target = scheme.scheme.target
 
-    def fp32(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+    def fp32(scheme, acc, w, x, stride, steps):
         for _ in range(steps):
             for i in range(16):
                 acc = tile_fma(acc, (load_f32x16(w + i * 128), load_f32x16(w + i * 128 + 64)), x + i * stride)
@@ -160,7 +160,7 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
             x += 16 * stride
         return acc
 
-    def fp16(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+    def fp16(scheme, acc, w, x, stride, steps):
         for _ in range(steps):
             for i in range(16):
                 acc = tile_fma(acc, (load_f16x16(w + i * 64), load_f16x16(w + i * 64 + 32)), x + i * stride)
@@ -168,7 +168,7 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
             x += 16 * stride
         return acc
 
-    def bf16(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+    def bf16(scheme, acc, w, x, stride, steps):
         for _ in range(steps):
             for i in range(8):
                 acc = tile_dot_bf16(target, acc, load_pair(acc, _PREFETCHED, w + i * 128), x + i * stride)
@@ -176,7 +176,7 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
             x += 8 * stride
         return acc
 
-    def fp8_block(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+    def fp8_block(scheme, acc, w, x, stride, steps):
         for _ in range(steps):
             part = tile_clear(acc)
             for i in range(32):
@@ -190,7 +190,7 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
             x += 64 * stride
         return acc
 
-    def w8(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+    def w8(scheme, acc, w, x, stride, steps):
         for _ in range(steps):
             scales = load_f16x16(w + 1024), load_f16x16(w + 1056)
             dots = tile_splat_i32(acc, scales, x + 9 * stride)
@@ -202,7 +202,7 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
             x += 10 * stride
         return acc
 
-    def w4(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+    def w4(scheme, acc, w, x, stride, steps):
         for _ in range(steps):
             dots = tile_zeros_i32(acc)
             for i in range(4):
@@ -217,7 +217,7 @@ def _multiply(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
             x += 10 * stride
         return acc
 
-    def w4_shifted(scheme, acc, w, x, stride, steps):  # type: ignore[no-untyped-def]
+    def w4_shifted(scheme, acc, w, x, stride, steps):
         for _ in range(steps):
             scales = load_f16x16(w + 512), load_f16x16(w + 544)
             dots = tile_splat_i32(acc, scales, x + 9 * stride)

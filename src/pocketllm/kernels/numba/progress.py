@@ -23,7 +23,7 @@ def warm_up(run: Callable[[], None]) -> None:
     progress.finish()
 
 
-class _Progress(event.Listener):  # type: ignore[misc]
+class _Progress(event.Listener):  # type: ignore[misc]  # Numba has no types
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._count = 0

@@ -21,7 +21,7 @@ _GRAIN = 16384  # elements worth a thread's while
 
 
 @njit
-def _inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
+def _inverse_rms(x, width, eps):
     squares = splat(0.0)
     for i in range(0, width, 16):
         y = load_f32x16_part(x + 4 * i, width - i)
@@ -30,7 +30,7 @@ def _inverse_rms(x, width, eps):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _norm_rows(begin, end, x, x_row, residual, weight, width, eps, out):  # type: ignore[no-untyped-def]
+def _norm_rows(begin, end, x, x_row, residual, weight, width, eps, out):
     for row in range(begin, end):
         source = x + row * x_row
         if residual != 0:
@@ -48,13 +48,13 @@ def _norm_rows(begin, end, x, x_row, residual, weight, width, eps, out):  # type
 
 
 @kernel
-def _norm_kernel(pool, x, x_row, residual, weight, rows, width, eps, out):  # type: ignore[no-untyped-def]
+def _norm_kernel(pool, x, x_row, residual, weight, rows, width, eps, out):
     grain = max(1, _GRAIN // width)
     parallel_for(pool, _norm_rows, rows, grain, (x, x_row, residual, weight, width, eps, out))
 
 
 @kernel
-def _rope_tokens(begin, end, x, x_row, norm, eps, cos, sin, positions, heads, dim, half, out):  # type: ignore[no-untyped-def]
+def _rope_tokens(begin, end, x, x_row, norm, eps, cos, sin, positions, heads, dim, half, out):
     """One item: a token, all of its heads."""
     scratch = np.empty(dim, np.float32)
     y = scratch.ctypes.data
@@ -82,13 +82,13 @@ def _rope_tokens(begin, end, x, x_row, norm, eps, cos, sin, positions, heads, di
 
 
 @kernel
-def _rope_kernel(pool, x, x_row, norm, eps, cos, sin, positions, tokens, heads, dim, half, out):  # type: ignore[no-untyped-def]
+def _rope_kernel(pool, x, x_row, norm, eps, cos, sin, positions, tokens, heads, dim, half, out):
     grain = max(1, _GRAIN // (heads * dim))
     parallel_for(pool, _rope_tokens, tokens, grain, (x, x_row, norm, eps, cos, sin, positions, heads, dim, half, out))
 
 
 @kernel
-def _gate_rows(begin, end, gate, gate_row, gate_width, x, x_row, width, with_silu, out):  # type: ignore[no-untyped-def]
+def _gate_rows(begin, end, gate, gate_row, gate_width, x, x_row, width, with_silu, out):
     """gate_width: width, or 1 for one gate a row."""
     for row in range(begin, end):
         for i in range(0, width, 16):
@@ -101,9 +101,7 @@ def _gate_rows(begin, end, gate, gate_row, gate_width, x, x_row, width, with_sil
 
 
 @kernel
-def _gate_kernel(  # type: ignore[no-untyped-def]
-    pool, gate, gate_row, gate_width, x, x_row, rows, width, with_silu, out
-):
+def _gate_kernel(pool, gate, gate_row, gate_width, x, x_row, rows, width, with_silu, out):
     grain = max(1, _GRAIN // 2 // width)
     parallel_for(pool, _gate_rows, rows, grain, (gate, gate_row, gate_width, x, x_row, width, with_silu, out))
 

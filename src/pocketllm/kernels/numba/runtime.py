@@ -84,7 +84,7 @@ def _word(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.inttoptr(address, ir.PointerType(_I64))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _load(typingctx: Any, address: Any) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         return b.load_atomic(_word(b, a[0]), "seq_cst", 8)
@@ -92,7 +92,7 @@ def _load(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _store(typingctx: Any, address: Any, value: Any) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         b.store_atomic(a[1], _word(b, a[0]), "seq_cst", 8)
@@ -101,7 +101,7 @@ def _store(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _add(typingctx: Any, address: Any, value: Any) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         return b.atomic_rmw("add", _word(b, a[0]), a[1], "seq_cst")
@@ -109,7 +109,7 @@ def _add(typingctx: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _swap_if(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
     """Compare and swap; whether it swapped."""
 
@@ -119,7 +119,7 @@ def _swap_if(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
     return types.boolean(types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _cycles(typingctx: Any) -> Any:
     """The CPU's time stamp counter."""
 
@@ -130,7 +130,7 @@ def _cycles(typingctx: Any) -> Any:
     return types.int64(), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _pause(typingctx: Any) -> Any:
     """Tells the core that this is a spin loop."""
     triple = llvm.get_process_triple()
@@ -174,7 +174,7 @@ _condition_wait = _libc("pthread_cond_wait", 2)
 _condition_broadcast = _libc("pthread_cond_broadcast", 1)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _call_chunk(typingctx: Any, function: Any, begin: Any, end: Any, arguments: Any) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         b.call(b.inttoptr(a[0], ir.PointerType(_CHUNK)), [a[1], a[2], a[3]])
@@ -187,7 +187,7 @@ def _call_chunk(typingctx: Any, function: Any, begin: Any, end: Any, arguments: 
 
 
 @njit(nogil=True)
-def _work(pool):  # type: ignore[no-untyped-def]
+def _work(pool):
     """Claims and runs chunks until none are left to claim."""
     while True:
         ticket = _load(pool + _TICKET)
@@ -203,7 +203,7 @@ def _work(pool):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _run(pool, function, arguments, items, grain):  # type: ignore[no-untyped-def]
+def _run(pool, function, arguments, items, grain):
     if pool == 0 or items <= grain or not _swap_if(pool + _BUSY, 0, 1):
         if items > 0:
             _call_chunk(function, 0, items, arguments)
@@ -232,7 +232,7 @@ def _run(pool, function, arguments, items, grain):  # type: ignore[no-untyped-de
 
 
 @kernel
-def _worker(pool):  # type: ignore[no-untyped-def]
+def _worker(pool):
     """A worker's life: work, spin for a while, sleep."""
     while _load(pool + _STOP) == 0:
         _work(pool)
@@ -250,7 +250,7 @@ def _worker(pool):  # type: ignore[no-untyped-def]
             start = _cycles()
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def parallel_for(typingctx: Any, pool: Any, chunk: Any, items: Any, grain: Any, arguments: Any) -> Any:
     """Calls chunk(begin, end, *arguments) over 0 .. items in pieces of `grain` on the pool's threads; waits for all.
 
@@ -285,7 +285,7 @@ def _chunk_entry(ctx: Any, b: ir.IRBuilder, dispatcher: Any, sig: Any, arguments
     return entry
 
 
-def _call_run(pool, function, arguments, items, grain):  # type: ignore[no-untyped-def]
+def _call_run(pool, function, arguments, items, grain):
     _run(pool, function, arguments, items, grain)
 
 
@@ -320,7 +320,7 @@ class ThreadPool:
 
 
 @kernel
-def _request_stop(pool):  # type: ignore[no-untyped-def]
+def _request_stop(pool):
     _store(pool + _STOP, 1)
     _mutex_lock(pool + _MUTEX)
     _condition_broadcast(pool + _CONDITION)

@@ -56,7 +56,7 @@ class _TargetType(types.Type):
         super().__init__(name=f"Target({','.join(features)})")
 
 
-@typeof_impl.register(Target)  # type: ignore[untyped-decorator]
+@typeof_impl.register(Target)
 def _typeof_target(value: Target, context: object) -> _TargetType:
     return _TargetType(value.features)
 
@@ -64,7 +64,7 @@ def _typeof_target(value: Target, context: object) -> _TargetType:
 register_model(_TargetType)(models.OpaqueModel)
 
 
-@lower_constant(_TargetType)  # type: ignore[untyped-decorator]
+@lower_constant(_TargetType)
 def _constant_target(context: Any, builder: Any, ty: object, value: object) -> Any:
     return context.get_dummy_value()
 
@@ -94,7 +94,7 @@ i32x16 = _I32x16()
 
 @register_model(_F32x16)
 @register_model(_I32x16)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]  # Numba has no types
     def __init__(self, dmm: Any, fe_type: _Vector) -> None:
         super().__init__(dmm, fe_type, fe_type.llvm)
 
@@ -102,7 +102,7 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 _VF32, _VI32 = f32x16.llvm, i32x16.llvm
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
     """LLVM's bfloat, which llvmlite does not have."""
 
     def _to_string(self) -> str:
@@ -165,13 +165,13 @@ def _pack(builder: ir.IRBuilder, values: Sequence[ir.Value]) -> ir.Value:
 # -- loads, stores, conversions --------------------------------------------------------------------------------------
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_f32(typingctx: Any, address: Any) -> Any:
     """One float32 at `address`."""
     return types.float32(types.int64), lambda ctx, b, sig, a: _load(b, a[0], _F32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_f32(typingctx: Any, address: Any, value: Any) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         b.store(a[1], _at(b, a[0], 0, _F32), align=1)
@@ -180,18 +180,18 @@ def store_f32(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.float32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_f32x16(typingctx: Any, address: Any) -> Any:
     return f32x16(types.int64), lambda ctx, b, sig, a: _load(b, a[0], _VF32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_f16x16(typingctx: Any, address: Any) -> Any:
     """16 float16 as float32."""
     return f32x16(types.int64), lambda ctx, b, sig, a: b.fpext(_load(b, a[0], _vec(_F16)), _VF32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_bf16x16(typingctx: Any, address: Any) -> Any:
     """16 bfloat16 as float32."""
 
@@ -202,7 +202,7 @@ def load_bf16x16(typingctx: Any, address: Any) -> Any:
     return f32x16(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_f32x16(typingctx: Any, address: Any, value: Any) -> Any:
     def codegen(ctx: Any, b: Any, sig: Any, a: Any) -> Any:
         b.store(a[1], _at(b, a[0], 0, _VF32), align=1)
@@ -211,18 +211,18 @@ def store_f32x16(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, f32x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def splat(typingctx: Any, value: Any) -> Any:
     """A float32 in all 16 lanes."""
     return f32x16(types.float32), lambda ctx, b, sig, a: _splat(b, a[0])
 
 
 def _binary(emit: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def op(typingctx: Any, x: Any, y: Any) -> Any:
         return f32x16(f32x16, f32x16), lambda ctx, b, sig, a: emit(b, a[0], a[1])
 
-    def overloaded(x, y):  # type: ignore[no-untyped-def]  # Numba compares this signature with the lambda's
+    def overloaded(x, y):  # Numba compares this signature with the lambda's
         return (lambda x, y: op(x, y)) if x is f32x16 and y is f32x16 else None
 
     return overloaded
@@ -233,7 +233,7 @@ overload(operator.sub)(_binary(lambda b, x, y: b.fsub(x, y)))
 overload(operator.mul)(_binary(lambda b, x, y: b.fmul(x, y)))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z, rounded once."""
     return f32x16(f32x16, f32x16, f32x16), lambda ctx, b, sig, a: _fma(b, *a)
@@ -252,14 +252,14 @@ def _masked_load(b: ir.IRBuilder, address: ir.Value, offset: int, mask: ir.Value
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def tile_zeros(typingctx: Any, count: Any) -> Any:
     """A float32 tile of `count` (a literal) vectors of zeros."""
     ty = UniTuple(f32x16, count.literal_value)
     return ty(count), lambda ctx, b, sig, a: ir.Constant(ctx.get_value_type(ty), None)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def tile_fma(typingctx: Any, acc: Any, w: Any, x: Any) -> Any:
     """acc[r, l] += w[l] * x[r]; x the address of one float32 a row."""
 

@@ -67,7 +67,7 @@ absolute = _elementwise(1, lambda b, x: _call(b, "llvm.fabs.v16f32", _VF32, [x])
 round_even = _elementwise(1, lambda b, x: _call(b, "llvm.rint.v16f32", _VF32, [x]))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def exp(typingctx: Any, x: Any) -> Any:
     """e**x to about 1 ulp: exactly 1 at 0, exactly 0 below -87, e**88 above 88, NaN for NaN (Cephes' polynomial)."""
 
@@ -91,17 +91,17 @@ def exp(typingctx: Any, x: Any) -> Any:
 
 
 @njit(forceinline=True)
-def sigmoid(x):  # type: ignore[no-untyped-def]
+def sigmoid(x):
     one = splat(1.0)
     return divide(one, one + exp(splat(0.0) - x))
 
 
 @njit(forceinline=True)
-def silu(x):  # type: ignore[no-untyped-def]
+def silu(x):
     return x * sigmoid(x)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load_f32x16_part(typingctx: Any, address: Any, count: Any) -> Any:
     """The first `count` of 16 float32, zeros after them; reads nothing beyond."""
 
@@ -111,7 +111,7 @@ def load_f32x16_part(typingctx: Any, address: Any, count: Any) -> Any:
     return f32x16(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_f32x16_part(typingctx: Any, address: Any, value: Any, count: Any) -> Any:
     """Writes the first `count` of 16 float32."""
 
@@ -145,7 +145,7 @@ max_lanes = _reduce(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 max_lanes_or_nan = _reduce(lambda b, x, y: _call(b, "llvm.maximum.v16f32", _VF32, [x, y]))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def transpose_16x16(typingctx: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> Any:
     """Reads 16 rows of 16 float32, strides in bytes apart, and writes them as columns. One shuffle a vector and step."""
     groups = range(4)
@@ -190,7 +190,7 @@ def transpose_16x16(typingctx: Any, source: Any, source_stride: Any, target: Any
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _hadamard_16(typingctx: Any, x: Any) -> Any:
     """Butterflies (a, b) -> (a + b, a - b) at distances 1, 2, 4, 8."""
 
@@ -206,7 +206,7 @@ def _hadamard_16(typingctx: Any, x: Any) -> Any:
 
 
 @njit
-def hadamard(x, size, block, factor):  # type: ignore[no-untyped-def]
+def hadamard(x, size, block, factor):
     """Hadamard transform, in place, of each `block` (a power of two from 16) of the `size` float32 at x, times factor."""
     for i in range(0, size, 16):
         store_f32x16(x + i * 4, _hadamard_16(load_f32x16(x + i * 4)))
@@ -223,7 +223,7 @@ def hadamard(x, size, block, factor):  # type: ignore[no-untyped-def]
         store_f32x16(x + i * 4, load_f32x16(x + i * 4) * scale)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def hide(typingctx: Any, scores: Any, position: Any, query: Any, window: Any, sinks: Any) -> Any:
     """Scores of keys position .. position + 15 with -inf where the query at `query` may not look (see AttentionMask)."""
 

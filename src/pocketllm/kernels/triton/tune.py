@@ -76,7 +76,7 @@ def random_layers(
 def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     """Median microseconds of one of `calls`, run one after another in a CUDA graph, after AWAKE seconds of the same:
     a device that has paused is a tenth slower at first, and one under load gets slower at its power's limit."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # what calls read may still be on its way
     with torch.cuda.stream(stream):
         calls[0]()
@@ -91,7 +91,7 @@ def time_graph(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float
         torch.cuda.synchronize()
     times: list[float] = []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()

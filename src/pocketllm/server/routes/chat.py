@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from pocketllm.errors import RequestError
 from pocketllm.server.answers import Answer, collect
-from pocketllm.server.chat_job import ChatJob, Thinking, ToolChoice
+from pocketllm.server.chat_job import ChatJob, Thinking, ToolChoice, ToolMode
 from pocketllm.server.generation import Delta, Finish, Generation
 from pocketllm.server.http import DONE, sse
 from pocketllm.server.routes.openai_json import chat_logprobs, head, usage_json
@@ -69,10 +69,10 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
     return values
 
 
-def _tool_choice(choice: str | NamedTool | None) -> ToolChoice:
+def _tool_choice(choice: ToolMode | NamedTool | None) -> ToolChoice:
     if isinstance(choice, NamedTool):
         return ToolChoice("named", choice.function.name)
-    return ToolChoice("auto" if choice is None else choice)  # type: ignore[arg-type]
+    return ToolChoice("auto" if choice is None else choice)
 
 
 class _Writer:

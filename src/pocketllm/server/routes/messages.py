@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from pocketllm.errors import RequestError
 from pocketllm.options import SamplingParams
-from pocketllm.server.chat_job import ChatJob, Thinking, ToolChoice
+from pocketllm.server.chat_job import ChatJob, Thinking, ToolChoice, ToolMode
 from pocketllm.server.http import CLIENT_CLOSED_REQUEST, JsonResponse, unless_gone
 from pocketllm.server.routes.messages_writer import MessageWriter
 from pocketllm.server.routes.reply import reply
@@ -21,7 +21,7 @@ from pocketllm.server.schemas.base import Json, stop_strings
 from pocketllm.server.service import Service
 from pocketllm.text.grammar import JsonSchema
 
-_MODES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+_MODES: dict[str, ToolMode] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 
 def router(service: Service) -> APIRouter:
@@ -64,7 +64,7 @@ def message_job(body: schema.CountRequest, params: SamplingParams) -> ChatJob:
         messages=messages,
         params=params,
         tools=tuple(_tool(tool) for tool in body.tools or ()),
-        tool_choice=ToolChoice(_MODES[choice.type], choice.name),  # type: ignore[arg-type]
+        tool_choice=ToolChoice(_MODES[choice.type], choice.name),
         parallel_calls=choice.disable_parallel_tool_use is not True,
         form=JsonSchema(format.schema_) if format is not None else None,
         thinking=_thinking(body),
