@@ -254,6 +254,22 @@ def test_no_pass_verifies_more_rows_than_keep_their_bits(
     assert (running.stats.drafted_tokens > 0) == drafts
 
 
+@pytest.mark.parametrize(("drafting", "verified"), [(1, False), (2, True), (3, True)])
+def test_half_of_the_slots_must_have_drafts(
+    drafting: int, verified: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Some:
+        def propose(self, tokens: TokensOf, length: int, most: int) -> list[int]:
+            return [501] * most if tokens(0, 1)[0] < drafting else []
+
+    monkeypatch.setitem(speculation.DRAFTERS, "ngram", Some)
+    running = engine("qwen2", tmp_path, drafter="ngram", max_draft_tokens=MOST)
+    for first in range(3):
+        running.add_request([first, *prompt(5, first)], SamplingParams(max_tokens=12, ignore_eos=True))
+    drain(running)
+    assert (running.stats.drafted_tokens > 0) == verified
+
+
 def test_the_options_limit_is_that_of_passes() -> None:
     assert MOST_VERIFIED == SMALL_BATCH
 

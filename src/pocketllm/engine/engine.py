@@ -189,8 +189,6 @@ class Engine(SlotEngine):
             self.runner.commit(list(kept), list(kept.values()))
         for item, request in zip(planned, requests, strict=True):
             self._speculation.note(request, max(kept.get(item.slot, 0) - 1, 0))
-            if request.state is not State.FINISHED:
-                self.slots.pages.truncate(item.slot, request.num_computed)
         return list(outputs.values())
 
     @staticmethod
