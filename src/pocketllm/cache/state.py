@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import LayerState, TensorSpec
@@ -58,50 +59,58 @@ class StateShape:
 
 
 class StateCache:
+    """Rows of all layers lie one after the other: what is done to a slot is done in all layers at once."""
+
     def __init__(self, shape: StateShape, device: torch.device, kernels: Kernels) -> None:
         self.shape = shape
         self._kernels = kernels
-        self.layers: list[LayerState] = []
-        self._snapshots: list[list[torch.Tensor]] = []  # per layer: conv, recurrent [num_snapshots, ...]
-        for _ in range(shape.num_layers):
-            tensors = [torch.zeros(s.shape, dtype=s.dtype, device=device) for s in shape.layer_specs()]
-            self.layers.append(LayerState(*tensors))
-            self._snapshots.append([torch.zeros(s.shape, dtype=s.dtype, device=device) for s in shape.snapshot_specs()])
+        self._rows = shape.num_slots + 1  # of a layer
+
+        def room(spec: TensorSpec) -> Tensor:
+            return torch.zeros(shape.num_layers * spec.shape[0], *spec.shape[1:], dtype=spec.dtype, device=device)
+
+        self._all = LayerState(*map(room, shape.layer_specs()))
+        self._snapshots = list(map(room, shape.snapshot_specs()))
+        starts = range(0, shape.num_layers * self._rows, self._rows)
+        self.layers = [LayerState(*(t[i : i + self._rows] for t in vars(self._all).values())) for i in starts]
 
     @property
     def nbytes(self) -> int:
-        tensors: list[torch.Tensor] = [t for layer in self.layers for t in vars(layer).values()]
-        return sum(t.nbytes for t in (*tensors, *(t for pair in self._snapshots for t in pair)))
+        tensors: list[Tensor] = [*vars(self._all).values(), *self._snapshots]
+        return sum(t.nbytes for t in tensors)
+
+    def _states(self) -> list[Tensor]:
+        """conv and recurrent, [layers, num_slots + 1, ...]."""
+        return [t.unflatten(0, (self.shape.num_layers, self._rows)) for t in (self._all.conv, self._all.recurrent)]
+
+    def _saved(self) -> list[Tensor]:
+        """Those of the snapshots, [layers, num_snapshots, ...]."""
+        return [t.unflatten(0, (self.shape.num_layers, self.shape.num_snapshots)) for t in self._snapshots]
 
     def reset(self, slot: int) -> None:
         """Make the slot a fresh sequence."""
-        for layer in self.layers:
-            layer.conv[slot] = 0
-            layer.recurrent[slot] = 0
+        for state in self._states():
+            state[:, slot] = 0
 
     def fork(self, parent: int, child: int) -> None:
-        for layer in self.layers:
-            layer.conv[child] = layer.conv[parent]
-            layer.recurrent[child] = layer.recurrent[parent]
+        for state in self._states():
+            state[:, child] = state[:, parent]
 
     def commit(self, slots: Sequence[int], num_tokens: Sequence[int]) -> None:
         """Move each slot's state forward by the first num_tokens of its last verify pass (0: roll all of it back)."""
         if not self.layers:
             return
-        device = self.layers[0].recurrent.device
-        slot_ids = torch.tensor(slots, dtype=torch.int32, device=device)
-        counts = torch.tensor(num_tokens, dtype=torch.int32, device=device)
-        for layer in self.layers:
-            self._kernels.gated_delta_commit(layer, slot_ids, counts)
+        rows = [layer * self._rows + slot for layer in range(self.shape.num_layers) for slot in slots]
+        numbers = torch.tensor([rows, [*num_tokens] * self.shape.num_layers], dtype=torch.int32)
+        row_ids, counts = numbers.to(self._all.recurrent.device)
+        self._kernels.gated_delta_commit(self._all, row_ids, counts)
 
     def save_snapshot(self, slot: int, index: int) -> None:
         """Copy the slot's state to snapshot `index`."""
-        for layer, (conv, recurrent) in zip(self.layers, self._snapshots, strict=True):
-            conv[index] = layer.conv[slot]
-            recurrent[index] = layer.recurrent[slot]
+        for state, saved in zip(self._states(), self._saved(), strict=True):
+            saved[:, index] = state[:, slot]
 
     def restore_snapshot(self, slot: int, index: int) -> None:
         """Copy snapshot `index` to the slot's state."""
-        for layer, (conv, recurrent) in zip(self.layers, self._snapshots, strict=True):
-            layer.conv[slot] = conv[index]
-            layer.recurrent[slot] = recurrent[index]
+        for state, saved in zip(self._states(), self._saved(), strict=True):
+            state[:, slot] = saved[:, index]
