@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +58,7 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
                 max_tokens=draw.choice([1, 2, 5, 30]),
                 min_tokens=draw.choice([0, 0, 1]),
                 temperature=draw.choice([0.0, 0.8]),
+                top_k=draw.choice([0, 20]),
                 seed=draw.randrange(1000),
                 stop_token_ids=tuple(draw.sample(range(500), draw.choice([0, 30]))),
                 repetition_penalty=draw.choice([1.0, 1.0, 1.3]),
@@ -164,6 +166,40 @@ def test_a_draft_that_a_kernel_fails_on_is_just_wrong(
         assert tokens_of(outputs[name]) == alone(kind, tmp_path / name, ids)
     assert running.slots.num_free == 3
     assert running.slots.pages.available == running.slots.pages.num_pages
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_that_is_not_finite_ends_its_request_there(
+    temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the tokens before it, whether rows are sampled at once (temperature 0) or one by one; the others go on."""
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=3, ignore_eos=True)
+    plain = engine("qwen3_5", tmp_path, kernels="reference")
+    for i in range(2):
+        plain.add_request(prompt(9, i), params, request_id=f"r{i}")
+    wanted = {name: tokens_of(outputs) for name, outputs in drain(plain).items()}
+    known = [prompt(9, i) + wanted[f"r{i}"] for i in range(2)]
+    monkeypatch.setitem(speculation.DRAFTERS, "ngram", lambda: Knowing(known, 0.0))
+    drafting = engine("qwen3_5", tmp_path, kernels="reference", drafter="ngram", max_draft_tokens=3)
+    run = drafting.passes.run
+    before: list[int] = []  # tokens of its answer that are in the cache when a row is spoiled
+
+    def spoiled(kind: Any, items: Any, histories: Any, **named: Any) -> Any:
+        results = run(kind, items, histories, **named)
+        if kind == "verify" and not before:
+            before.append(items[0].start - len(prompt(9)))
+            with torch.inference_mode():
+                results[0].logits[1] = float("nan")
+        return results
+
+    monkeypatch.setattr(drafting.passes, "run", spoiled)
+    for i in range(2):
+        drafting.add_request(prompt(9, i), params, request_id=f"r{i}")
+    found = drain(drafting)
+    assert "not finite" in str(found["r0"][-1].error)
+    assert tokens_of(found["r0"]) == wanted["r0"][: before[0] + 2]  # the one that goes in first, and what its row gives
+    assert tokens_of(found["r1"]) == wanted["r1"]
+    assert drafting.stats.free_slots == 4
 
 
 @pytest.mark.parametrize("pool", [None, 96])

@@ -20,7 +20,7 @@ from pocketllm.engine.inputs import SlotTokens
 from pocketllm.engine.rank import Launch
 from pocketllm.engine.ranks import start_ranks
 from pocketllm.engine.request import FinishReason, Request, RequestOutput, State
-from pocketllm.engine.sampled import TokenLogprobs
+from pocketllm.engine.sampled import SampleResult, TokenLogprobs
 from pocketllm.engine.sampler import Sampler, uniform
 from pocketllm.engine.scheduler import Scheduler
 from pocketllm.engine.slot_engine import SlotEngine
@@ -175,13 +175,21 @@ class Engine(SlotEngine):
         again = self._run("decode", [items[i] for i in failed], [requests[i] for i in failed])
         outputs = {output.request_id: output for output in again}
         kept = {item.slot: 0 for _, item, _ in rows}  # tokens of the pass
+        chosen = self._sample_at_once(rows)
         left = rows
         while left:
-            for request, item, _ in left:
+            found: list[RequestOutput] = []
+            open_rows: list[tuple[Request, Tensor]] = []
+            for request, item, logits in left:
                 at = kept[item.slot]
                 self.scheduler.commit(request, SlotTokens(item.slot, item.start + at, item.token_ids[at : at + 1]))
                 kept[item.slot] += 1
-            for output in self._sample([(request, logits[kept[item.slot] - 1]) for request, item, logits in left]):
+                if item.slot in chosen:
+                    samples, first = chosen[item.slot]
+                    found.append(self._outcome(request, samples, first + at))
+                else:
+                    open_rows.append((request, logits[at]))
+            for output in found + (self._sample(open_rows) if open_rows else []):
                 before = outputs.get(output.request_id)
                 outputs[output.request_id] = output if before is None else before.then(output)
             left = [row for row in left if self._is_right(row[0], row[1], kept[row[1].slot])]
@@ -244,21 +252,43 @@ class Engine(SlotEngine):
         if self.looks_ahead and result.simple and len(requests) == len(self.scheduler.running):
             result.send()
             self._ahead.launch(requests, result.tokens)
-        bad, tokens = set(result.bad), result.token_ids
+        bad = result.bad
         self.check_ranks()  # one that died while this was computed
         good = [i for i in range(len(requests)) if i not in bad]
         self.sampler.record([slots[i] for i in good], result.tokens[good] if bad else result.tokens)
-        for i, request in enumerate(requests):
-            if i in bad and i in result.forbidden:
-                outputs.append(self._finish(request, "error", RequestError(_NOTHING_LEFT)))
-            elif i in bad:
-                problem = RequestError(f"the model's logits after token {request.num_tokens - 1} are not finite")
-                outputs.append(self._finish(request, "error", problem))
-                if request.bound_slot is not None:  # what the caller's slot holds now would spoil its next turn
-                    self.slots.restart(request.bound_slot)
-            else:
-                outputs.append(self._append(request, tokens[i], result.logprobs.get(i)))
-        return outputs
+        return outputs + [self._outcome(request, result, i) for i, request in enumerate(requests)]
+
+    def _sample_at_once(self, rows: list[tuple[Request, SlotTokens, Tensor]]) -> dict[int, tuple[SampleResult, int]]:
+        """Choose from all rows of a verify pass, for the requests whose choices do not depend on the ones before: the host
+        waits for the device once, not for each token. By slot, the result and which of its rows is the first."""
+        some = [row for row in rows if row[0].constraint is None and self.sampler.at_once(row[1].slot)]
+        if not some:
+            return {}
+        firsts: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        generated: list[int] = []
+        for request, item, logits in some:
+            firsts.append(len(slots))
+            slots += [item.slot] * len(logits)
+            positions += range(request.num_tokens, request.num_tokens + len(logits))
+            generated += range(len(request.output_ids), len(request.output_ids) + len(logits))
+        result = self.sampler.sample(torch.cat([logits for _, _, logits in some]), slots, positions, generated)
+        _ = result.token_ids
+        self.check_ranks()
+        return {item.slot: (result, first) for (_, item, _), first in zip(some, firsts, strict=True)}
+
+    def _outcome(self, request: Request, result: SampleResult, row: int) -> RequestOutput:
+        """The request has its next token, or fails."""
+        if row not in result.bad:
+            return self._append(request, result.token_ids[row], result.logprobs.get(row))
+        if row in result.forbidden:
+            return self._finish(request, "error", RequestError(_NOTHING_LEFT))
+        problem = RequestError(f"the model's logits after token {request.num_tokens - 1} are not finite")
+        output = self._finish(request, "error", problem)
+        if request.bound_slot is not None:  # what the caller's slot holds now would spoil its next turn
+            self.slots.restart(request.bound_slot)
+        return output
 
     def _ask_constraints(
         self, ready: list[tuple[Request, Tensor]]

@@ -199,6 +199,12 @@ class Sampler:
         """The request in `slot` has ended."""
         self._requests[slot] = None
 
+    def at_once(self, slot: int) -> bool:
+        """Whether rows of the slot may be sampled together that follow each other: no choice depends on the one before, and
+        none needs the whole vocabulary sorted, which takes memory for each row."""
+        request = self._request(slot)
+        return not request.penalised and (request.narrow or request.params.temperature == 0)
+
     def record(self, slots: Sequence[int], tokens: Tensor) -> None:
         """`tokens` [n] int64 (device) were generated in `slots` (a slot may stand here several times)."""
         rows = [i for i, slot in enumerate(slots) if self._request(slot).penalised]
