@@ -41,12 +41,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def test_a_hopper_gpu_keeps_a_part(driver: Driver) -> None:
+@pytest.mark.parametrize("before", [0, 11 * 2**20])
+def test_a_hopper_gpu_keeps_a_part(driver: Driver, before: int) -> None:
+    driver.now = before
     devices.set_cache_aside(GPU)
     assert driver.now == devices.SET_ASIDE
 
 
-@pytest.mark.parametrize(("now", "refuses"), [(2**20, False), (0, True)], ids=["the caller's own", "none to be had"])
+@pytest.mark.parametrize(("now", "refuses"), [(2**25, False), (0, True)], ids=["more", "none to be had"])
 def test_what_is_there_stays(driver: Driver, now: int, refuses: bool) -> None:
     driver.now, driver.refuses = now, refuses
     devices.set_cache_aside(GPU)

@@ -94,15 +94,15 @@ def set_cache_aside(device: torch.device, nbytes: int = SET_ASIDE) -> None:
     of it is pushed out into memory before it is read, by K and V, which are read once.
 
     A setting of this process's CUDA context, which stays after the engine and holds for all that runs in it: other kernels
-    have that much less of the L2 for what they read twice. One of the caller's own, made before, stays as it is, and a GPU
-    that has none (in MIG mode) does without.
+    have that much less of the L2 for what they read twice. A larger one, made before, stays as it is (drivers begin with
+    some of their own), and a GPU that has none (in MIG mode) does without.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return
     with torch.cuda.device(device):
         torch.cuda.mem_get_info(device)  # now there is a context
         driver, now = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t()
-        if driver.cuCtxGetLimit(ctypes.byref(now), _PERSISTING_L2) == 0 and now.value == 0:
+        if driver.cuCtxGetLimit(ctypes.byref(now), _PERSISTING_L2) == 0 and now.value < nbytes:
             driver.cuCtxSetLimit(_PERSISTING_L2, ctypes.c_size_t(nbytes))
 
 
