@@ -16,7 +16,7 @@ def test_a_block_holds_what_the_items_say() -> None:
     items = [SlotTokens(2, 5, [7, 8, 9]), SlotTokens(0, 0, [4], wants_logits=False), SlotTokens(1, 64, [3, 2])]
     layout, block = pack("prefill", items, all_logits=False, pinned=False)
     batch = layout.batch(block)
-    assert (batch.kind, batch.q_len) == ("prefill", 3)
+    assert (batch.kind, batch.q_len) == ("prefill", 0)
     assert batch.token_ids.tolist() == [7, 8, 9, 4, 3, 2]
     assert batch.positions.tolist() == [5, 6, 7, 0, 64, 65]
     assert batch.token_slots.tolist() == [2, 2, 2, 0, 1, 1]

@@ -314,9 +314,9 @@ def test_intermediates_on_a_gpu_have_the_activations_type() -> None:
 def test_memory_that_ranks_share_is_planned(ranks: int) -> None:
     planner = gpu_planner("qwen3-8b", tensor_parallel=ranks)
     config = planner.config
-    of_attention = planner.kernels.attention_workspace(config.num_heads // ranks, config.head_dim, 1, 256)
+    of_attention = planner.kernels.attention_workspace(config.num_heads // ranks, config.head_dim, 1, 256, prefill=True)
     shared = NUM_PLACES * (place_nbytes(config.hidden_size) + inbox_nbytes(config.hidden_size, ranks))
-    assert planner._workspace(1, 256) - of_attention >= shared + planner._row_bytes()
+    assert planner._workspace(1, 1, 256) - of_attention >= shared + planner._row_bytes()
 
 
 def test_the_allocator_is_told_to_be_exact_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:

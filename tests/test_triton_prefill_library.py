@@ -87,7 +87,7 @@ def test_long_chunks_take_the_library_and_short_ones_do_not(monkeypatch: pytest.
 
 
 def test_the_workspace_of_a_long_chunk_holds_what_the_library_is_given() -> None:
-    short, long = (attention.attention_workspace(24, 256, attention.LONG - i, 40000) for i in (1, 0))
+    short, long = (attention.attention_workspace(24, 256, attention.LONG - i, 40000, prefill=True) for i in (1, 0))
     per_token = short // (attention.LONG - 1)  # the merely longer chunk's own
     assert long - short > attention.BUFFER + per_token
 
@@ -100,4 +100,4 @@ def test_the_workspace_of_decode_holds_its_splits(device: str, tokens: int) -> N
     for config in tuning.parse(tuning.device_table(device)):
         for sizes in (config.attend, config.verify):
             partials = heads * sizes.num_splits(tokens) * (head_dim + 2) * 4
-            assert partials <= attention.attention_workspace(heads, head_dim, 1, tokens)
+            assert partials <= attention.attention_workspace(heads, head_dim, 1, tokens, prefill=False)

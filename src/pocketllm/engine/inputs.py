@@ -31,7 +31,7 @@ class BatchLayout:
     """Sizes of a `ForwardBatch`, and where in the block its tensors are."""
 
     kind: Kind
-    q_len: int
+    q_len: int  # see `ForwardBatch`
     num_tokens: int
     num_slots: int
     num_rows: int | None  # of logits; None: one for every token
@@ -81,7 +81,7 @@ def pack(kind: Kind, items: Sequence[SlotTokens], *, all_logits: bool, pinned: b
     if kind == "prefill" and not all_logits:
         values["logits_rows"] = [end - 1 for end, item in zip(bounds[1:], items, strict=True) if item.wants_logits]
         num_rows = len(values["logits_rows"])
-    layout = BatchLayout(kind, max(lengths), bounds[-1], len(items), num_rows)
+    layout = BatchLayout(kind, 0 if kind == "prefill" else lengths[0], bounds[-1], len(items), num_rows)
     block = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pinned)
     batch = layout.batch(block)
     for name, numbers in values.items():

@@ -17,7 +17,7 @@ import torch
 from pocketllm.cache.formats import KV_FORMATS, KVFormat, kv_format
 from pocketllm.cache.kv import KVCacheShape
 from pocketllm.cache.state import StateShape
-from pocketllm.engine.graphs import padded_sizes
+from pocketllm.engine.graphs import padded_sizes, prefill_sizes
 from pocketllm.engine.sampler import Sampler
 from pocketllm.errors import OptionError
 from pocketllm.kernels import select_kernels
@@ -44,11 +44,12 @@ class MemoryPlan:
     kv: KVCacheShape
     state: StateShape
     max_context: int  # tokens one slot may hold
+    longest_prefill: int  # tokens of a prefill pass
     weights: int  # and copies of the K biases, where the KV format leaves them to attention
     tables: int  # cos and sin of the rotary embedding
     sampler: int
     logits: int  # [rows, vocabulary] float32 of the largest pass
-    graphs: int  # intermediates of recorded decode passes, kept once each size of batch has been run
+    graphs: int  # intermediates of recorded passes, kept once each size of batch has been run
     workspace: int  # largest sum of a pass's intermediate tensors; taken and given back during a pass
     runtime: int  # of the device's libraries; not allocated by the engine
     budget: int | None  # bytes the engine may take; None: not limited
@@ -211,7 +212,7 @@ class Planner:
         if options.max_context is not None:
             context = min(context, options.max_context)
         rows = slots * (options.max_draft_tokens + 1)
-        tokens = max(options.chunk_tokens(self.device_type), rows)
+        chunk = options.chunk_tokens(self.device_type)
         return MemoryPlan(
             kv=KVCacheShape(
                 kv_format=fmt,
@@ -226,12 +227,13 @@ class Planner:
             ),
             state=self._state_shape(slots),
             max_context=context,
+            longest_prefill=min(chunk, context),
             weights=self.weights + (self.key_biases if fmt.drops_key_bias else 0),
             tables=RotaryEmbedding.planned_nbytes(config.rope, context),
             sampler=sum(s.nbytes for s in Sampler.specs(slots, config.vocab_size)),
             logits=self._logits(max(rows, 1)),
-            graphs=self._graphs(slots),
-            workspace=self._workspace(tokens, context),
+            graphs=self._graphs(slots, min(chunk, context), context),
+            workspace=self._workspace(chunk, rows, context),
             runtime=self.runtime,
             budget=self.budget,
             notes=notes,
@@ -257,7 +259,7 @@ class Planner:
             dtype=self.dtype,
         )
 
-    def _graphs(self, slots: int) -> int:
+    def _graphs(self, slots: int, longest_prefill: int, context: int) -> int:
         """Bound of what recorded passes keep, for batches of every padded size: logits, and every block's intermediates.
 
         On a GPU all recordings share one pool, where a block's intermediates make room for the next one's.
@@ -269,7 +271,11 @@ class Planner:
             sizes += [size * (self.options.max_draft_tokens + 1) for size in sizes]
         vocab = self.tp.shard(self.config.vocab_size, "vocab_size").size
         if self.device_type == "cuda":
-            return sum(sizes) * 4 * vocab + self._bridge(max(sizes))
+            passes = [self._intermediates(max(sizes), context, prefill=False)]
+            passes += [
+                self._intermediates(n, context, prefill=True) for n in prefill_sizes(self.kernels, longest_prefill)
+            ]
+            return sum(sizes) * 4 * vocab + max(passes)
         rows = sum(-(-size // 8) * 8 for size in sizes)  # a product's input is prepared in tiles of 8 rows
         return rows * (self.config.num_layers * self._row_bytes() + 4 * vocab)
 
@@ -303,16 +309,23 @@ class Planner:
         parts = 2 * MOST_PARTS * self.config.hidden_size + 5 * 2 * self.config.intermediate_size // self.tp.size
         return min(tokens, SMALL_BATCH) * 4 * parts
 
-    def _workspace(self, tokens: int, context: int) -> int:
-        """Bound of a pass's live intermediates: the widest block's tensors, and one attention call's own."""
+    def _intermediates(self, tokens: int, context: int, *, prefill: bool) -> int:
+        """Bound of what is live at a time in a pass of so many tokens: the widest block's tensors, and one attention call's
+        own."""
         rowwise = max(tokens * self._row_bytes(), self._bridge(tokens))
-        if self.tp.size > 2:  # the summands of all ranks (see `engine.collectives`)
-            rowwise += (self.tp.size + 1) * min(tokens, SMALL_BATCH) * self.config.hidden_size * 4
-        if self.tp.size > 1 and self.device_type == "cuda":
-            hidden = self.config.hidden_size
-            rowwise += NUM_PLACES * (place_nbytes(hidden) + inbox_nbytes(hidden, self.tp.size))
-        heads = self.tp.shard(self.config.num_heads, "num_attention_heads").size
-        return rowwise + self.kernels.attention_workspace(heads, self.config.head_dim, tokens, context)
+        heads, head_dim = self.tp.shard(self.config.num_heads, "num_attention_heads").size, self.config.head_dim
+        return rowwise + self.kernels.attention_workspace(heads, head_dim, tokens, context, prefill=prefill)
+
+    def _workspace(self, chunk: int, rows: int, context: int) -> int:
+        """Bound of any pass's live intermediates, and what ranks share: chunks of a prefill, rows of decode or verify."""
+        size, hidden = self.tp.size, self.config.hidden_size
+        shared = 0
+        if size > 2:  # the summands of all ranks (see `engine.collectives`)
+            shared += (size + 1) * min(max(chunk, rows), SMALL_BATCH) * hidden * 4
+        if size > 1 and self.device_type == "cuda":
+            shared += NUM_PLACES * (place_nbytes(hidden) + inbox_nbytes(hidden, size))
+        passes = self._intermediates(chunk, context, prefill=True), self._intermediates(rows, context, prefill=False)
+        return shared + max(passes)
 
     def pages_that_fit(self, slots: int, max_pages: int, fmt: KVFormat) -> int:
         """Most pool pages (0 if not even an empty pool fits), each slot using at most max_pages."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from pocketllm.cache.kv import KVCache
 from pocketllm.cache.pages import PageEdits
 from pocketllm.cache.state import StateCache
-from pocketllm.engine.graphs import DecodeGraphs
+from pocketllm.engine.graphs import DecodeGraphs, PrefillGraphs
 from pocketllm.engine.inputs import SlotTokens, pack
 from pocketllm.engine.memory_plan import MemoryPlan, compute_dtype
 from pocketllm.kernels.protocol import Kernels
@@ -53,10 +53,12 @@ class ModelRunner:
         self.kv = KVCache(plan.kv, device, self.model.key_biases())
         self.state = StateCache(plan.state, device, kernels)
         self._graphs = DecodeGraphs(self._forward, kernels, device, spare_slot=plan.kv.num_slots)
+        self._prefills = PrefillGraphs(self._last_states, kernels, device, plan.kv.num_slots, plan.longest_prefill)
 
     def forget_recordings(self) -> None:
         """Recorded passes are made again when next needed. (A group of ranks can't end while one holds its collectives.)"""
         self._graphs.forget()
+        self._prefills.forget()
 
     def apply(self, edits: PageEdits, resets: Sequence[int]) -> None:
         """Bring block tables, shared pages and cleared slots up to date before a pass."""
@@ -72,13 +74,21 @@ class ModelRunner:
         a row for every token, in order; verify leaves the recurrent state to `commit`. Of several ranks, rank 0 gets them.
         """
         if kind == "prefill":
-            layout, block = pack(kind, items, all_logits=all_logits, pinned=self.device.type == "cuda")
-            batch = layout.batch(block.to(self.device, non_blocking=True))
-            parts = [PrefillPart(i.slot, len(i.token_ids), i.start + len(i.token_ids)) for i in items]
-            logits = self._forward(replace(batch, parts=tuple(parts)))
+            logits = self.model.vocabulary.logits(self._prefill(items, all_logits))
         else:
             logits = self._graphs.run(kind, items)
         return self._tp.gather(logits)
+
+    def _prefill(self, items: Sequence[SlotTokens], all_logits: bool) -> Tensor:
+        """What the logits are made of, [m, H]."""
+        states = None if all_logits else self._prefills.run(items)
+        if states is not None:
+            wanted = [i for i, item in enumerate(items) if item.wants_logits]
+            return states[: len(wanted)] if wanted == list(range(len(wanted))) else states[wanted]
+        layout, block = pack("prefill", items, all_logits=all_logits, pinned=self.device.type == "cuda")
+        batch = layout.batch(block.to(self.device, non_blocking=True))
+        parts = [PrefillPart(i.slot, len(i.token_ids), i.start + len(i.token_ids)) for i in items]
+        return self._last_states(replace(batch, parts=tuple(parts)))
 
     @torch.inference_mode()
     def decode_tokens(self, items: Sequence[SlotTokens], token_ids: Tensor) -> Tensor:
@@ -88,9 +98,12 @@ class ModelRunner:
     def _forward(self, batch: ForwardBatch) -> Tensor:
         return self.model(batch, self.kv, self.state)
 
+    def _last_states(self, batch: ForwardBatch) -> Tensor:
+        return self.model.last_states(batch, self.kv, self.state)
+
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Runs every kind of pass once, in the spare slot. On a GPU, records the decode passes of all sizes too."""
+        """Runs every kind of pass once, in the spare slot. On a GPU, records passes of all sizes too."""
         spare, journal_len = self.kv.shape.num_slots, self.state.shape.journal_len
         self.forward("prefill", [SlotTokens(spare, 0, [0, 0])])
         self.forward("decode", [SlotTokens(spare, 2, [0])])
@@ -100,6 +113,7 @@ class ModelRunner:
         if self.device.type == "cuda" and self._kernels.captures:
             long = min(2 * SMALL_BATCH, len(self.model.rope.cos))  # tokens; other kernels serve products of many rows
             self.forward("prefill", [SlotTokens(spare, 0, [0] * long)])
+            self._prefills.record_all()  # the longest of which takes the most memory
             self._graphs.record_all("decode", 1, spare)
             if journal_len:
                 self._graphs.record_all("verify", journal_len, spare)

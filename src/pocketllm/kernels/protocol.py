@@ -34,6 +34,7 @@ class Kernels(Protocol):
     #                    pairs of a token and an expert at once
     meets_ranks: bool  # whether `add_up` and `add_rms_norm` can read a `Place` of other ranks
     captures: bool  # whether `capture` can give a replay: batches are then padded, and passes keep their intermediates
+    short_prefills: tuple[int, ...]  # tokens, ascending, of the prefill passes that are worth a `capture`
 
     def set_num_threads(self, num_threads: int) -> None:
         """CPU threads of this backend when called from this Python thread."""
@@ -44,8 +45,9 @@ class Kernels(Protocol):
     def pack_weight(self, weight: LinearWeight) -> LinearWeight:
         """The same weight in the order this backend reads fastest; called once, at load, and on meta tensors to plan."""
 
-    def attention_workspace(self, num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
-        """Most bytes of intermediate tensors that attention of q_len queries over kv_len tokens takes at a time."""
+    def attention_workspace(self, num_heads: int, head_dim: int, q_len: int, kv_len: int, *, prefill: bool) -> int:
+        """Most bytes of intermediate tensors that attention of q_len queries over kv_len tokens takes at a time, in
+        `prefill` or else in `attend`."""
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor] | None]:
         """The result of `run()`, and a function that repeats its work without its Python code.

@@ -16,11 +16,11 @@ Kind = Literal["prefill", "decode", "verify"]
 class ForwardBatch:
     """n slots, T packed tokens; slot i's tokens are cu_seqlens_q[i]:cu_seqlens_q[i+1], the newest of its kv_lens[i].
 
-    decode has one token a slot, verify the same q_len for every slot, prefill any number.
+    decode has one token a slot, verify the same q_len for every slot, prefill any number, none included.
     """
 
     kind: Kind
-    q_len: int  # tokens per slot of decode (1) and verify; the longest chunk of a prefill
+    q_len: int  # tokens per slot of decode (1) and verify; 0 for prefill
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, in the slot's sequence
     token_slots: Tensor  # [T] int32, slot of each token

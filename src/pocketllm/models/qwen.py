@@ -128,6 +128,10 @@ class QwenModel:
 
     def __call__(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> Tensor:
         """Runs one pass; returns the logits of `batch.logits_rows`, [m, V] float32."""
+        return self.vocabulary.logits(self.last_states(batch, kv, state))
+
+    def last_states(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> Tensor:
+        """All of a pass but its last product: what the logits of `batch.logits_rows` are made of, [m, H]."""
         residual = self.vocabulary.embed(batch.token_ids)  # [T, H]: the running sum of all blocks
         kv_layers, state_layers = iter(kv.layers), iter(state.layers)
         out: Summands | None = None  # of the block before
@@ -153,4 +157,4 @@ class QwenModel:
         if batch.logits_rows is not None:
             out = Summands.of(self._kernels.add_up(out, residual.dtype)[batch.logits_rows])
             residual = residual[batch.logits_rows]
-        return self.vocabulary.logits(self.norm.add(out, residual))
+        return cast(Tensor, self.norm.add(out, residual))  # as no readers were named

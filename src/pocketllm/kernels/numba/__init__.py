@@ -28,6 +28,7 @@ name = "numba"
 captures = True
 keeps_dtype = False
 meets_ranks = False
+short_prefills: tuple[int, ...] = ()  # what fills them up would be computed
 _TARGET = Target.host()
 
 
@@ -94,6 +95,7 @@ __all__ = [
     "prefill",
     "rms_norm",
     "set_num_threads",
+    "short_prefills",
     "sigmoid_mul",
     "silu_mul",
     "warm_up",

@@ -137,7 +137,7 @@ def prefill(
     return out.to(q.dtype)
 
 
-def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
+def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int, *, prefill: bool) -> int:
     """Results of a slot's splits, kept until they are merged; scratch memory of 16 threads; and once, whatever the number
     of slots, the angles of all positions in the order of `angle_columns`."""
     splits = -(-kv_len // SPLIT)

@@ -27,6 +27,7 @@ name = "reference"
 captures = False
 keeps_dtype = False
 meets_ranks = False
+short_prefills: tuple[int, ...] = ()
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -69,6 +70,7 @@ __all__ = [
     "prefill",
     "rms_norm",
     "set_num_threads",
+    "short_prefills",
     "sigmoid_mul",
     "silu_mul",
     "warm_up",

@@ -46,7 +46,7 @@ def _load(kv: LayerKV, slot_id: int, start: int, end: int) -> tuple[Tensor, Tens
     return k, v
 
 
-def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
+def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int, *, prefill: bool) -> int:
     tile = min(TILE, kv_len)
     scores = 3 * num_heads * q_len * tile * 4 + q_len * tile * 32  # product, weights, a copy; positions of the mask
     outputs = 4 * num_heads * q_len * (head_dim + 2) * 4

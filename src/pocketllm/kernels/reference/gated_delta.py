@@ -35,6 +35,8 @@ def gated_delta_prefill(
     bounds = cu_seqlens_q.tolist()
     for i, (slot, kv_len) in enumerate(zip(slot_ids.tolist(), kv_lens.tolist(), strict=True)):
         part = slice(bounds[i], bounds[i + 1])
+        if part.start == part.stop:
+            continue
         window = torch.cat((state.conv[slot].T, qkv[part].float()))  # [W - 1 + Q, C]
         state.conv[slot] = window[len(window) - state.conv.shape[2] :].T
         q, k, v = _split_heads(_conv(window.unsqueeze(0), weights)[0], weights)

@@ -3,7 +3,7 @@
 from pocketllm.kernels.reference import set_num_threads
 from pocketllm.kernels.triton.attention import append, attend, attention_workspace, dequantize
 from pocketllm.kernels.triton.bridge import bridge
-from pocketllm.kernels.triton.capture import capture, captures, warm_up
+from pocketllm.kernels.triton.capture import capture, captures, short_prefills, warm_up
 from pocketllm.kernels.triton.gated_delta import (
     gated_delta_commit,
     gated_delta_decode,
@@ -47,6 +47,7 @@ __all__ = [
     "prefill",
     "rms_norm",
     "set_num_threads",
+    "short_prefills",
     "sigmoid_mul",
     "silu_mul",
     "warm_up",

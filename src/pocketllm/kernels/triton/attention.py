@@ -264,11 +264,12 @@ def prefill_with(
     return out if signs is None else rotate(out, torch.empty_like(q), signs, back=True)
 
 
-def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int) -> int:
-    """Rotated queries and float32 outputs; of decode and verify the unmerged splits too, of a long chunk what the library
-    is given and a second output."""
+def attention_workspace(num_heads: int, head_dim: int, q_len: int, kv_len: int, *, prefill: bool) -> int:
+    """Rotated queries and float32 outputs; of `attend` the unmerged splits, of a long chunk what the library is given and a
+    second output."""
     rows = num_heads * q_len
+    if prefill:
+        return rows * head_dim * 10 + (BUFFER + rows * head_dim * 2 if q_len >= LONG else 0)
     splits = -(-kv_len // 256) + 32  # the most of any table
     partials = rows * splits * (head_dim + 2) * 4
-    library = BUFFER + rows * head_dim * 2 if q_len >= LONG else 0
-    return rows * head_dim * 10 + library + min(partials, PARTIALS + num_heads * splits * (head_dim + 2) * 4)
+    return rows * head_dim * 10 + min(partials, PARTIALS + num_heads * splits * (head_dim + 2) * 4)

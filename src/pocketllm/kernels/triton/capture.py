@@ -19,6 +19,8 @@ from triton import knobs
 from pocketllm.kernels.triton.numerics import INTERPRETED
 
 captures = not INTERPRETED
+# Beyond, a GPU takes longer than Python calls its kernels. Up to 64 tokens, weights are decoded for products of 16 bits.
+short_prefills = (16, 32, 64, 128, 192, 256, 384, 512)
 
 _graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that are still in use
 
