@@ -22,7 +22,7 @@ KernelsName = Literal["auto", "reference", "numba", "triton"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "none", "bf16", "w8", "w4"]
 EmbeddingStorage = Literal["none", "w8", "fp8"]
-DrafterName = Literal["none", "ngram"]
+DrafterName = Literal["none", "ngram", "mtp"]
 LogFormat = Literal["text", "json"]
 
 MOST_VERIFIED = 64  # tokens of a pass in which drafts are verified (`parallel.SMALL_BATCH`)
@@ -89,7 +89,8 @@ class EngineOptions(_Checked):
                         2,048 on a GPU
     max_queue           requests that may wait for a slot; one more is refused
     drafter             guesses an answer's next tokens, which one pass then verifies (up to 64 of all slots): ngram looks
-                        up what followed the last three tokens before. Answers are the same, and may take fewer passes
+                        up what followed the last three tokens before, mtp asks the model's own layer for further tokens
+                        (Qwen3-Next, 3.5 and later). Answers are the same, and may take fewer passes
     max_draft_tokens    most drafted tokens a verify pass checks per slot
     num_snapshots       recurrent-state snapshots kept per engine (hybrid models)
     attention_window    0: every token sees all before it; N: only the last N (and the sinks). Changes the model's results

@@ -78,7 +78,7 @@ ENGINE_FLAGS = (
     Flag("prefill_chunk", "--prefill-chunk",
          "Most prompt tokens in one step, a multiple of 64 (default: 512; on a GPU 2,048).", int),
     Flag("drafter", "--drafter", "Guesses next tokens for one pass to verify; answers stay the same. ngram: from what stood "
-         "there before.", metavar=_choices(DrafterName)),
+         "there before; mtp: by the model's own layer for it.", metavar=_choices(DrafterName)),
     Flag("max_draft_tokens", "--max-draft-tokens", "Most drafted tokens a verify pass checks per slot.", int),
     Flag("num_snapshots", "--snapshots", "Recurrent-state snapshots kept (hybrid models).", int),
     Flag("attention_window", "--attention-window", "See only the last N tokens (0: all). Changes results.", int),

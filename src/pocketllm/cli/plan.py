@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pocketllm.engine.memory_plan import MemoryPlan
     from pocketllm.models.registry import Checkpoint
 
-# The device follows from --gpu-memory; threads, the attention mask and who drafts change no byte.
-_UNUSED = ("drafter", "device", "threads", "attention_window", "attention_sinks", "load_format")
+# The device follows from --gpu-memory; threads and the attention mask change no byte.
+_UNUSED = ("device", "threads", "attention_window", "attention_sinks", "load_format")
 
 
 @with_flags("options", without(ENGINE_FLAGS, *_UNUSED), EngineOptions.of)

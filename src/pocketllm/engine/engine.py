@@ -6,6 +6,7 @@ slots can be used beside it: a caller's slot can be lent to requests, one after 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from pocketllm.engine.sampler import Sampler, uniform
 from pocketllm.engine.scheduler import Scheduler
 from pocketllm.engine.slot_engine import SlotEngine
 from pocketllm.engine.speculation import DRAFTERS, Speculation
-from pocketllm.errors import PocketLLMError, RequestError
+from pocketllm.errors import PocketLLMError, RankError, RequestError
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.layers.batch import Kind
 from pocketllm.models.registry import Checkpoint
@@ -76,8 +77,11 @@ class Engine(SlotEngine):
         )
         self._ahead = DecodeAhead(self.passes, self.slots, self.has_state)
         self._speculation: Speculation | None = None
-        if self.options.drafter != "none":
-            self._speculation = Speculation(self.slots, DRAFTERS[self.options.drafter], self.options.max_draft_tokens)
+        if self.options.drafter == "mtp":
+            self._speculation = Speculation(self.slots, self.options.max_draft_tokens, draft_all=self._own_drafts)
+        elif self.options.drafter != "none":
+            make = DRAFTERS[self.options.drafter]
+            self._speculation = Speculation(self.slots, self.options.max_draft_tokens, make)
         # A CPU has nothing to wait for: it is the device and the host. And drafts are made of tokens that the host has seen.
         self.looks_ahead = self.device.type == "cuda" and self._speculation is None
         self.stalled = False  # at the last step requests waited, and none can run until a caller releases a slot
@@ -198,6 +202,20 @@ class Engine(SlotEngine):
         for item, request in zip(planned, requests, strict=True):
             self._speculation.note(request, max(kept.get(item.slot, 0) - 1, 0))
         return list(outputs.values())
+
+    def _own_drafts(self, newest: Sequence[SlotTokens]) -> list[list[int]]:
+        """The model's own, of slots whose newest tokens are given (see `MtpDrafts.propose`)."""
+        try:
+            self.runner.apply(*self.slots.take_changes())
+            drafts: list[list[int]] = self.runner.propose(newest).tolist()
+        except RankError:
+            raise
+        except Exception as error:  # no answer needs a draft
+            warnings.warn(
+                f"no drafts, and slower answers: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1
+            )
+            return [[] for _ in newest]
+        return drafts
 
     @staticmethod
     def _is_right(request: Request, item: SlotTokens, at: int) -> bool:

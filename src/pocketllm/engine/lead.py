@@ -73,6 +73,10 @@ class LeadRunner:
         plain = [(item.slot, item.start, list(item.token_ids)) for item in items]
         return self._lead(lambda: self.local.decode_tokens(items, token_ids), "decode_tokens", plain)
 
+    def propose(self, items: Sequence[SlotTokens]) -> Tensor:
+        plain = [(item.slot, item.start, list(item.token_ids)) for item in items]
+        return self._lead(lambda: self.local.propose(items), "propose", plain)
+
     def commit(self, slots: Sequence[int], num_tokens: Sequence[int]) -> None:
         self._lead(lambda: self.local.commit(slots, num_tokens), "commit", slots, num_tokens)
 
@@ -121,10 +125,15 @@ def _decode_tokens(runner: ModelRunner, items: list[Any]) -> None:
     runner.decode_tokens([SlotTokens(*item) for item in items], tokens)
 
 
+def _propose(runner: ModelRunner, items: list[Any]) -> None:
+    runner.propose([SlotTokens(*item) for item in items])
+
+
 _COMMANDS: dict[str, Callable[..., None]] = {
     "apply": _apply,
     "forward": _forward,
     "decode_tokens": _decode_tokens,
+    "propose": _propose,
     "commit": ModelRunner.commit,
     "fork": ModelRunner.fork,
     "save_snapshot": ModelRunner.save_snapshot,

@@ -18,9 +18,11 @@ from pocketllm.cache.formats import KV_FORMATS, KVFormat, kv_format
 from pocketllm.cache.kv import KVCacheShape
 from pocketllm.cache.state import StateShape
 from pocketllm.engine.graphs import padded_sizes, prefill_sizes
+from pocketllm.engine.mtp import drafted_slots, states_spec
 from pocketllm.engine.sampler import Sampler
 from pocketllm.errors import OptionError
 from pocketllm.kernels import select_kernels
+from pocketllm.kernels.types import TensorSpec
 from pocketllm.layers.rope import RotaryEmbedding
 from pocketllm.models.config import ModelConfig
 from pocketllm.models.qwen import QwenModel
@@ -53,6 +55,7 @@ class MemoryPlan:
     workspace: int  # largest sum of a pass's intermediate tensors; taken and given back during a pass
     runtime: int  # of the device's libraries; not allocated by the engine
     budget: int | None  # bytes the engine may take; None: not limited
+    draft_states: TensorSpec | None = None  # what the model's own drafts are made of
     notes: tuple[str, ...] = ()  # what was chosen for the user, in words
 
     @property
@@ -64,6 +67,7 @@ class MemoryPlan:
             "state": self.state.nbytes,
             "tables": self.tables,
             "sampler": self.sampler,
+            **({} if self.draft_states is None else {"drafts": self.draft_states.nbytes}),
             "logits": self.logits,
             "graphs": self.graphs,
             "workspace": self.workspace,
@@ -73,7 +77,8 @@ class MemoryPlan:
     @property
     def resident(self) -> int:
         """Bytes the engine allocates at construction and keeps."""
-        return self.weights + self.tables + self.kv.nbytes + self.state.nbytes + self.sampler
+        drafts = 0 if self.draft_states is None else self.draft_states.nbytes
+        return self.weights + self.tables + self.kv.nbytes + self.state.nbytes + self.sampler + drafts
 
     @property
     def total(self) -> int:
@@ -145,6 +150,7 @@ class Planner:
             dtype=self.dtype,
             device=torch.device("meta"),
             drop_key_bias=True,
+            predicts_more=self.options.drafter == "mtp",
         )
         return model, source.nbytes
 
@@ -213,11 +219,12 @@ class Planner:
             context = min(context, options.max_context)
         rows = slots * (options.max_draft_tokens + 1)
         chunk = options.chunk_tokens(self.device_type)
+        own_drafts = options.drafter == "mtp"
         return MemoryPlan(
             kv=KVCacheShape(
                 kv_format=fmt,
                 layout=options.kv_layout,
-                num_layers=len(config.attention_layers),
+                num_layers=len(config.attention_layers) + own_drafts,
                 num_slots=slots,
                 num_pages=pages,
                 max_pages=max_pages,
@@ -236,6 +243,7 @@ class Planner:
             workspace=self._workspace(chunk, rows, context),
             runtime=self.runtime,
             budget=self.budget,
+            draft_states=self._draft_states(slots) if own_drafts else None,
             notes=notes,
         )
 
@@ -259,6 +267,9 @@ class Planner:
             dtype=self.dtype,
         )
 
+    def _draft_states(self, slots: int) -> TensorSpec:
+        return states_spec(slots, self.options.max_draft_tokens, self.config.hidden_size, self.dtype)
+
     def _graphs(self, slots: int, longest_prefill: int, context: int) -> int:
         """Bound of what recorded passes keep, for batches of every padded size: logits, and every block's intermediates.
 
@@ -270,14 +281,18 @@ class Planner:
         if self.options.max_draft_tokens:  # verify passes too
             sizes += [size * (self.options.max_draft_tokens + 1) for size in sizes]
         vocab = self.tp.shard(self.config.vocab_size, "vocab_size").size
+        drafting = padded_sizes(drafted_slots(slots, self.options.max_draft_tokens))
+        of_drafts = sum(drafting) * (self.options.max_draft_tokens + 2) if self.options.drafter == "mtp" else 0  # rows
         if self.device_type == "cuda":
+            of_drafts *= self.config.hidden_size * self.dtype.itemsize
             passes = [self._intermediates(max(sizes), context, prefill=False)]
             passes += [
                 self._intermediates(n, context, prefill=True) for n in prefill_sizes(self.kernels, longest_prefill)
             ]
-            return sum(sizes) * 4 * vocab + max(passes)
+            return sum(sizes) * 4 * vocab + of_drafts + max(passes)
         rows = sum(-(-size // 8) * 8 for size in sizes)  # a product's input is prepared in tiles of 8 rows
-        return rows * (self.config.num_layers * self._row_bytes() + 4 * vocab)
+        of_drafts *= 8 * self._row_bytes()
+        return rows * (self.config.num_layers * self._row_bytes() + 4 * vocab) + of_drafts
 
     def _logits(self, rows: int) -> int:
         """Rank 0's: its own columns, those of all ranks as they arrive, and side by side."""

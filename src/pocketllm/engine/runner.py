@@ -14,6 +14,7 @@ from pocketllm.cache.state import StateCache
 from pocketllm.engine.graphs import DecodeGraphs, PrefillGraphs
 from pocketllm.engine.inputs import SlotTokens, pack
 from pocketllm.engine.memory_plan import MemoryPlan, compute_dtype
+from pocketllm.engine.mtp import MtpDrafts
 from pocketllm.kernels.protocol import Kernels
 from pocketllm.kernels.types import AttentionMask, PrefillPart
 from pocketllm.layers.batch import ForwardBatch, Kind
@@ -49,9 +50,13 @@ class ModelRunner:
             device=device,
             drop_key_bias=plan.kv.kv_format.drops_key_bias,
             mask=AttentionMask(options.attention_window, options.attention_sinks),
+            predicts_more=plan.draft_states is not None,
         )
         self.kv = KVCache(plan.kv, device, self.model.key_biases())
         self.state = StateCache(plan.state, device, kernels)
+        self._drafts: MtpDrafts | None = None
+        if plan.draft_states is not None and self.model.mtp is not None:
+            self._drafts = MtpDrafts(self.model, self.model.mtp, self.kv, kernels, tp, plan.draft_states, device)
         self._graphs = DecodeGraphs(self._forward, kernels, device, spare_slot=plan.kv.num_slots)
         self._prefills = PrefillGraphs(self._last_states, kernels, device, plan.kv.num_slots, plan.longest_prefill)
 
@@ -59,6 +64,8 @@ class ModelRunner:
         """Recorded passes are made again when next needed. (A group of ranks can't end while one holds its collectives.)"""
         self._graphs.forget()
         self._prefills.forget()
+        if self._drafts is not None:
+            self._drafts.forget()
 
     def apply(self, edits: PageEdits, resets: Sequence[int]) -> None:
         """Bring block tables, shared pages and cleared slots up to date before a pass."""
@@ -77,6 +84,8 @@ class ModelRunner:
             logits = self.model.vocabulary.logits(self._prefill(items, all_logits))
         else:
             logits = self._graphs.run(kind, items)
+        if self._drafts is not None:
+            self._drafts.note(kind, items)
         return self._tp.gather(logits)
 
     def _prefill(self, items: Sequence[SlotTokens], all_logits: bool) -> Tensor:
@@ -95,11 +104,21 @@ class ModelRunner:
         """A decode pass as `forward` runs it, of tokens [n] int64 that only rank 0's device knows yet."""
         return self._tp.gather(self._graphs.run("decode", items, self._tp.broadcast(token_ids)))
 
+    @torch.inference_mode()
+    def propose(self, items: Sequence[SlotTokens]) -> Tensor:
+        """The model's own drafts: see `engine.mtp.MtpDrafts.propose`. Only with `drafter="mtp"`."""
+        assert self._drafts is not None
+        return self._drafts.propose(items)
+
     def _forward(self, batch: ForwardBatch) -> Tensor:
-        return self.model(batch, self.kv, self.state)
+        return self.model.vocabulary.logits(self._last_states(batch))
 
     def _last_states(self, batch: ForwardBatch) -> Tensor:
-        return self.model.last_states(batch, self.kv, self.state)
+        if self._drafts is None:
+            return self.model.last_states(batch, self.kv, self.state)
+        states = self.model.states(batch, self.kv, self.state)
+        self._drafts.follow(batch, states)
+        return states if batch.logits_rows is None else states[batch.logits_rows]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -110,6 +129,8 @@ class ModelRunner:
         if journal_len:
             self.forward("verify", [SlotTokens(spare, 3, [0] * journal_len)])
             self.commit([spare], [1])
+        if self._drafts is not None:
+            self._drafts.warm_up()
         if self.device.type == "cuda" and self._kernels.captures:
             long = min(2 * SMALL_BATCH, len(self.model.rope.cos))  # tokens; other kernels serve products of many rows
             self.forward("prefill", [SlotTokens(spare, 0, [0] * long)])
@@ -117,6 +138,8 @@ class ModelRunner:
             self._graphs.record_all("decode", 1, spare)
             if journal_len:
                 self._graphs.record_all("verify", journal_len, spare)
+            if self._drafts is not None:
+                self._drafts.record_all()
 
     def commit(self, slots: Sequence[int], num_tokens: Sequence[int]) -> None:
         """Move recurrent state forward by the accepted tokens of the last verify pass."""
@@ -125,6 +148,8 @@ class ModelRunner:
     def fork(self, parent: int, child: int) -> None:
         """Copy the parent's recurrent state to the child. (KV pages are shared or copied by `apply`.)"""
         self.state.fork(parent, child)
+        if self._drafts is not None:
+            self._drafts.fork(parent, child)
 
     def save_snapshot(self, slot: int, index: int) -> None:
         self.state.save_snapshot(slot, index)

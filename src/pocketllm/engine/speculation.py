@@ -17,7 +17,8 @@ from pocketllm.engine.request import Request
 from pocketllm.engine.slots import SlotTable
 from pocketllm.parallel import SMALL_BATCH
 
-DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}  # of one request; "mtp" drafts for all at once
+DraftForAll = Callable[[Sequence[SlotTokens]], list[list[int]]]  # see `engine.mtp.MtpDrafts.propose`
 _LONGEST_PAUSE = 16  # steps
 
 
@@ -33,11 +34,12 @@ class _Guesses:
 
 @dataclass
 class Speculation:
-    """most: drafted tokens of a slot, at most."""
+    """most: drafted tokens of a slot, at most. Drafts are made by a drafter of each request's own, or for all at once."""
 
     slots: SlotTable
-    make: Callable[[], Drafter]
     most: int
+    make: Callable[[], Drafter] | None = None
+    draft_all: DraftForAll | None = None
     drafted_tokens: int = 0  # since construction
     accepted_tokens: int = 0
     _guesses: dict[str, _Guesses] = field(default_factory=dict)  # by request
@@ -49,30 +51,58 @@ class Speculation:
         than those whose results do not depend on their number."""
         if padded_size(len(items)) * (1 + self.most) > SMALL_BATCH:
             return None
-        drafts = [self._draft(request) for request in requests]
-        if 2 * sum(map(bool, drafts)) < len(items) or not all(map(self._reserve, items)):
-            return None
+        if self.draft_all is None:
+            drafts = [self._draft(request) for request in requests]
+            if 2 * sum(map(bool, drafts)) < len(items) or not self._make_room(items):
+                return None
+        else:
+            if not self._make_room(items):
+                return None
+            drafts = self._draft_all(self.draft_all, items, requests)
+            if 2 * sum(map(bool, drafts)) < len(items):
+                return None
         planned = []
         for item, request, draft in zip(items, requests, drafts, strict=True):
-            self.slots.prepare_write(item.slot, 1 + self.most)
             padding = [0] * (self.most - len(draft))
             planned.append(SlotTokens(item.slot, item.start, [*item.token_ids, *draft, *padding]))
             self._drafted[request.request_id] = len(draft)
         return planned
 
+    def _draft_all(
+        self, draft: DraftForAll, items: Sequence[SlotTokens], requests: Sequence[Request]
+    ) -> list[list[int]]:
+        newest = []
+        for item, request in zip(items, requests, strict=True):
+            start = max(item.start - self.most, 0)
+            newest.append(SlotTokens(item.slot, start, request.tokens(start, item.start + 1)))
+        found = draft(newest)
+        return [tokens[: self._limit(request)] for tokens, request in zip(found, requests, strict=True)]
+
+    def _limit(self, request: Request) -> int:
+        """Tokens of a draft that the request has use for."""
+        if request.params.max_tokens is None:
+            return self.most
+        return min(self.most, request.params.max_tokens - len(request.output_ids) - 1)
+
     def _draft(self, request: Request) -> list[int]:
+        assert self.make is not None
         if request.request_id not in self._guesses:
             self._guesses[request.request_id] = _Guesses(self.make())
-        guesses, most = self._guesses[request.request_id], self.most
+        guesses = self._guesses[request.request_id]
         if guesses.left > 0:
             guesses.left -= 1
             return []
-        if request.params.max_tokens is not None:
-            most = min(most, request.params.max_tokens - len(request.output_ids) - 1)
-        return guesses.drafter.propose(request.tokens, request.num_tokens, most)
+        return guesses.drafter.propose(request.tokens, request.num_tokens, self._limit(request))
+
+    def _make_room(self, items: Sequence[SlotTokens]) -> bool:
+        """Whether each slot has room for its item and drafts; it is promised then, and pages are there."""
+        if not all(map(self._reserve, items)):
+            return False
+        for item in items:
+            self.slots.prepare_write(item.slot, 1 + self.most)
+        return True
 
     def _reserve(self, item: SlotTokens) -> bool:
-        """Whether the slot has room for the item and its drafts; it is promised then."""
         end = item.start + 1 + self.most
         return end <= self.slots.max_context and self.slots.pages.extend(item.slot, end)
 

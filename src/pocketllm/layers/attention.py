@@ -76,20 +76,15 @@ class Attention:
     ) -> Activations:
         """What lies between the two projections: results of the first, as `Kernels.bridge` may give them too -> [T, Hq D],
         for `readers`."""
-        dtype = inputs[0].dtype
-        inputs = [x if x.dim() == 2 else x.sum(0).to(dtype) for x in inputs]  # a narrow V may come as summands
-        q, k, v = cut(inputs, [self._q_rows, self._kv_rows, self._kv_rows])
+        q, k, v = self._cut(inputs)
         num_tokens = len(q)
         gate: Tensor | None = None
         if self.gated:
             q, gate = q.view(num_tokens, self.num_heads, 2 * self.head_dim).chunk(2, dim=-1)
         q = q.reshape(num_tokens, self.num_heads, self.head_dim)
-        k = k.reshape(num_tokens, self.num_kv_heads, self.head_dim)
-        v = v.reshape(num_tokens, self.num_kv_heads, self.head_dim)
-        ops, cos, sin, positions = self._kernels, self._rope.cos, self._rope.sin, batch.positions
-        q = ops.norm_rope(q, self.q_norm, self._eps, cos, sin, positions)
-        k = ops.norm_rope(k, self.k_norm, self._eps, cos, sin, positions)
-        ops.append(kv, k, v, batch.token_slots, positions)
+        ops, positions = self._kernels, batch.positions
+        q = ops.norm_rope(q, self.q_norm, self._eps, self._rope.cos, self._rope.sin, positions)
+        self._append(k, v, batch, kv)
         if batch.kind == "prefill":
             out = ops.prefill(kv, q, batch.slot_ids, batch.cu_seqlens_q, batch.kv_lens, self.scale, mask, batch.parts)
         else:
@@ -97,3 +92,19 @@ class Attention:
             out = ops.attend(kv, packed, batch.slot_ids, batch.kv_lens, self.scale, mask)
         out = out.reshape(num_tokens, self.num_heads * self.head_dim)
         return out if gate is None else ops.sigmoid_mul(out, gate, readers)
+
+    def append(self, inputs: Sequence[Tensor], batch: ForwardBatch, kv: LayerKV) -> None:
+        """Only what `mix` leaves in the cache."""
+        _, k, v = self._cut(inputs)
+        self._append(k, v, batch, kv)
+
+    def _cut(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """q (with its gate), k and v, each [T, heads D]."""
+        dtype = inputs[0].dtype
+        inputs = [x if x.dim() == 2 else x.sum(0).to(dtype) for x in inputs]  # a narrow V may come as summands
+        return cut(inputs, [self._q_rows, self._kv_rows, self._kv_rows])
+
+    def _append(self, k: Tensor, v: Tensor, batch: ForwardBatch, kv: LayerKV) -> None:
+        k, v = (x.reshape(len(x), self.num_kv_heads, self.head_dim) for x in (k, v))
+        k = self._kernels.norm_rope(k, self.k_norm, self._eps, self._rope.cos, self._rope.sin, batch.positions)
+        self._kernels.append(kv, k, v, batch.token_slots, batch.positions)

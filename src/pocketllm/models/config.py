@@ -85,6 +85,7 @@ class ModelConfig:
     gated_delta: GatedDeltaConfig | None = None
     moe: MoEConfig | None = None
     sparse_layers: tuple[bool, ...] = ()  # per layer: MoE (True) or dense MLP; () = all dense
+    num_mtp_layers: int = 0  # that predict further tokens (`models.mtp`); a checkpoint may have them and not say so
     eos_token_ids: tuple[int, ...] = ()  # union of config.json and generation_config.json
     dtype: str = "bfloat16"  # of the checkpoint's unquantised weights
     quantization: str | None = None  # weight format of the checkpoint's quantised linears, e.g. "fp8_block"

@@ -125,6 +125,7 @@ class _Parser:
             gated_delta=self._gated_delta() if family.hybrid else None,
             moe=self._moe() if family.moe else None,
             sparse_layers=sparse,
+            num_mtp_layers=self.integer("mtp_num_hidden_layers", 0, least=0) if family.hybrid else 0,
             eos_token_ids=self._eos(),
             dtype=self._dtype(),
             quantization=quantization,

@@ -14,63 +14,17 @@ from torch import Tensor
 from pocketllm.cache.kv import KVCache
 from pocketllm.cache.state import StateCache
 from pocketllm.kernels.protocol import Cross, Kernels
-from pocketllm.kernels.types import Activations, AttentionMask, Bridge, KeyBias, Readers
+from pocketllm.kernels.types import Activations, AttentionMask, KeyBias, Readers
 from pocketllm.layers.attention import Attention
 from pocketllm.layers.batch import ForwardBatch
 from pocketllm.layers.embedding import Vocabulary
-from pocketllm.layers.gated_delta import GatedDeltaNet
-from pocketllm.layers.mlp import MLP
 from pocketllm.layers.norm import RMSNorm
 from pocketllm.layers.rope import RotaryEmbedding
+from pocketllm.models.block import Block
 from pocketllm.models.config import ModelConfig
-from pocketllm.models.moe import SparseMoE
+from pocketllm.models.mtp import MultiTokenPrediction
 from pocketllm.parallel import FEED_FORWARD, MIXER, Summands, TensorParallel
 from pocketllm.weights.source import WeightSource
-
-
-class Block:
-    """x += mixer(norm(x)); x += feed_forward(norm(x))."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        tp: TensorParallel,
-        kernels: Kernels,
-        source: WeightSource,
-        rope: RotaryEmbedding,
-        index: int,
-        *,
-        drop_key_bias: bool,
-    ) -> None:
-        self.input_norm = RMSNorm(config, kernels, source, "input_layernorm", config.hidden_size)
-        self.mixer: Attention | GatedDeltaNet
-        if config.layer_types[index] == "full_attention":
-            scope = source.scope("self_attn")
-            self.mixer = Attention(config, tp, kernels, scope, rope, drop_key_bias=drop_key_bias)
-        else:
-            self.mixer = GatedDeltaNet(config, tp, kernels, source.scope("linear_attn"))
-        self.post_norm = RMSNorm(config, kernels, source, "post_attention_layernorm", config.hidden_size)
-        mlp = source.scope("mlp")
-        self.feed_forward = (
-            SparseMoE(config, tp, kernels, mlp)
-            if config.is_sparse(index)
-            else MLP(config, tp, kernels, mlp, config.intermediate_size)
-        )
-        self.bridge: Bridge | None = None
-
-    def lead_to(self, block: Block | None) -> None:
-        """Says which block comes next (None: this is the last), once both are there."""
-        inner = self.feed_forward
-        if isinstance(inner, MLP) and len(inner.gate_up.parts) == 1:
-            self.bridge = Bridge(
-                self.mixer.out_proj.weight,
-                self.post_norm.weight,
-                inner.gate_up.parts[0],
-                inner.down.weight,
-                None if block is None else block.input_norm.weight,
-                () if block is None else tuple(block.mixer.projection.parts),
-                self.post_norm.eps,
-            )
 
 
 class QwenModel:
@@ -88,8 +42,10 @@ class QwenModel:
         device: torch.device,
         drop_key_bias: bool = False,
         mask: AttentionMask | None = None,
+        predicts_more: bool = False,
     ) -> None:
-        """drop_key_bias: leave the K bias out of K (the cache's format stores it so); see `kernels.types.KeyBias`."""
+        """drop_key_bias: leave the K bias out of K (the cache's format stores it so); see `kernels.types.KeyBias`.
+        predicts_more: with the layer for drafts, which has the last layer of the KV cache. ModelError if there is none."""
         self.config, self._kernels, self._tp = config, kernels, tp
         self.rope = RotaryEmbedding(config.rope, max_context, device)
         self._mask = mask or AttentionMask()
@@ -101,19 +57,24 @@ class QwenModel:
                 kernels,
                 source.scope(f"model.layers.{i}"),
                 self.rope,
-                i,
+                layer_type,
+                sparse=config.is_sparse(i),
                 drop_key_bias=drop_key_bias,
             )
-            for i in range(config.num_layers)
+            for i, layer_type in enumerate(config.layer_types)
         ]
         for block, following in itertools.zip_longest(self.blocks, self.blocks[1:]):
             block.lead_to(following)
         self.norm = RMSNorm(config, kernels, source, "model.norm", config.hidden_size)
+        self.mtp: MultiTokenPrediction | None = None
+        if predicts_more:
+            self.mtp = MultiTokenPrediction(config, tp, kernels, source, self.rope, self.vocabulary, self._mask)
         source.finish()
 
     def key_biases(self) -> list[KeyBias | None]:
         """Per attention layer, what `KVCache` needs to give K its bias back."""
-        return [block.mixer.key_bias for block in self.blocks if isinstance(block.mixer, Attention)]
+        of_draft_layer = [] if self.mtp is None else [None]  # no model that has one has such biases
+        return [*(b.mixer.key_bias for b in self.blocks if isinstance(b.mixer, Attention)), *of_draft_layer]
 
     def _way_on(self, block: Block, residual: Tensor) -> tuple[Readers, Cross | None]:
         """Who reads what the block's mixer gives, and what takes it to the next mixer in one, if anything does."""
@@ -132,6 +93,18 @@ class QwenModel:
 
     def last_states(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> Tensor:
         """All of a pass but its last product: what the logits of `batch.logits_rows` are made of, [m, H]."""
+        out, residual = self._pass(batch, kv, state)
+        if batch.logits_rows is not None:
+            out = Summands.of(self._kernels.add_up(out, residual.dtype)[batch.logits_rows])
+            residual = residual[batch.logits_rows]
+        return cast(Tensor, self.norm.add(out, residual))  # as no readers were named
+
+    def states(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> Tensor:
+        """As `last_states`, of all tokens: [T, H]."""
+        return cast(Tensor, self.norm.add(*self._pass(batch, kv, state)))
+
+    def _pass(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> tuple[Summands, Tensor]:
+        """What the last block adds [T, H], and what it is to be added to."""
         residual = self.vocabulary.embed(batch.token_ids)  # [T, H]: the running sum of all blocks
         kv_layers, state_layers = iter(kv.layers), iter(state.layers)
         out: Summands | None = None  # of the block before
@@ -153,8 +126,4 @@ class QwenModel:
             else:
                 inputs, out = None, mixer.out_proj(mixed)
                 out = block.feed_forward(block.post_norm.add(out, residual, block.feed_forward.readers))
-        out = cast(Summands, out)
-        if batch.logits_rows is not None:
-            out = Summands.of(self._kernels.add_up(out, residual.dtype)[batch.logits_rows])
-            residual = residual[batch.logits_rows]
-        return cast(Tensor, self.norm.add(out, residual))  # as no readers were named
+        return cast(Summands, out), residual

@@ -21,7 +21,7 @@ from pocketllm.weights.formats import Dense, Fp8Block, StoredFormat
 from pocketllm.weights.gguf_file import GgufFile
 from pocketllm.weights.gguf_reader import GgufReader
 from pocketllm.weights.hub import EMBEDDED_NAME, find_model
-from pocketllm.weights.reader import Reader, Storage
+from pocketllm.weights.reader import MTP, Reader, Storage
 from pocketllm.weights.safetensors_reader import SafetensorsReader
 from pocketllm.weights.source import WeightSource
 
@@ -55,6 +55,8 @@ class ConfigStorage:
         config, module = self._config, name.rpartition(".")[0]
         if name == "lm_head.weight":
             return not config.tie_word_embeddings
+        if name.startswith(MTP) and not config.num_mtp_layers:
+            return False
         if name.endswith("_proj.bias"):
             if module.endswith(("q_proj", "k_proj", "v_proj")):
                 return config.qkv_bias

@@ -12,7 +12,7 @@ from pocketllm.kernels.types import LinearWeight
 from pocketllm.parallel import Part
 from pocketllm.weights.base import BaseSource, Policy, placeholder
 from pocketllm.weights.formats import convert
-from pocketllm.weights.reader import Reader
+from pocketllm.weights.reader import MTP, Reader
 from pocketllm.weights.shards import check_cut, cut
 from pocketllm.weights.source import Role
 
@@ -51,7 +51,7 @@ class CheckpointSource(BaseSource):
         return values.reshape(shape).to(self._device, torch.float32, copy=True) + offset
 
     def finish(self) -> None:
-        extra = [name for name in self._reader.names() if name not in self._used]
+        extra = [name for name in self._reader.names() if name not in self._used and not name.startswith(MTP)]
         self.problems += [f"{name} is in the file but not in the model" for name in extra]
         try:
             super().finish()

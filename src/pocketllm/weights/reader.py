@@ -1,8 +1,8 @@
 """`Reader`: the tensors of a model file under Hugging Face names, whatever the file calls them; and those names.
 
 Canonical names are `model.embed_tokens.weight`, `model.layers.N.<module>.weight`, `model.norm.weight` and
-`lm_head.weight`; the experts of a sparse layer are `mlp.experts.E.{gate,up,down}_proj.weight` even where the file
-stacks them in one tensor.
+`lm_head.weight`, and `mtp.<module>.weight`; the experts of a sparse layer are `mlp.experts.E.{gate,up,down}_proj.weight`
+even where the file stacks them in one tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from pocketllm.kernels.types import LinearWeight
 from pocketllm.weights.formats import StoredFormat
 
-_SKIPPED_PREFIXES = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mtp.", "model.mtp.")
+MTP = "mtp."  # before the names of layers that predict further tokens, which only some engines load
+_SKIPPED_PREFIXES = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.")
 _SKIPPED_SUFFIXES = (".rotary_emb.inv_freq",)
 _RENAMED_PREFIXES = (
     ("model.language_model.lm_head.", "lm_head."),
@@ -24,6 +25,7 @@ _RENAMED_PREFIXES = (
     ("model.language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
+    ("model.mtp.", MTP),
 )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from pocketllm.errors import ModelError
 from pocketllm.kernels.types import LinearWeight
 from pocketllm.weights.formats import BLOCK, Dense, Fp8Block, StoredFormat
-from pocketllm.weights.reader import canonical_name
+from pocketllm.weights.reader import MTP, canonical_name
 
 _DENSE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _FP8 = "F8_E4M3"
@@ -169,6 +169,9 @@ def _files_and_keys(folder: Path) -> list[tuple[Path, Collection[str] | None]]:
             files.setdefault(file, []).append(key)
         needed = {f: k for f, k in files.items() if any(canonical_name(key) is not None for key in k)}
         missing = sorted(file for file in needed if not (folder / file).exists())
+        for file in [f for f in missing if all((canonical_name(key) or MTP).startswith(MTP) for key in needed[f])]:
+            missing.remove(file)  # of use for drafts only, and with them its tensors will be missed
+            del needed[file]
         if missing:
             raise ModelError(f"{folder}: weight files named by the index are missing: {', '.join(missing[:20])}")
         return [(folder / file, keys) for file, keys in needed.items()]

@@ -1,0 +1,195 @@
+"""Drafts by a model's own layer: what transformers' layer drafts, whatever has gone through the slots before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny_models
+from engines import CPU_BACKENDS, drain, prompt, tokens_of
+from pocketllm import Engine, SamplingParams
+from pocketllm.cache.formats import KV_FORMATS
+from pocketllm.engine.inputs import SlotTokens
+from pocketllm.errors import ModelError
+from ranks import ThreadRanks
+from test_memory import tensors_below
+from tiny_mtp import MtpOracle, make_mtp
+
+KINDS = ["qwen3_5", "qwen3_5_moe"]
+MOST = 3
+SIZES: dict[str, Any] = {"max_batch_size": 3, "max_context": 256, "page_size": 16, "prefill_chunk": 64, "device": "cpu"}
+DRAFTS: dict[str, Any] = {"drafter": "mtp", "max_draft_tokens": MOST}
+
+
+def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of one chunk and of several, one of them a single token."""
+    draw = random.Random(seed)
+    return [
+        (
+            prompt(length, 10 * seed + i),
+            SamplingParams(max_tokens=count, temperature=draw.choice([0.0, 0.9]), seed=i, ignore_eos=True),
+        )
+        for i, (length, count) in enumerate(((1, 30), (130, 25), (20, 1), (64, 28), (9, 7)))
+    ]
+
+
+def answers(running: Engine, seed: int = 1) -> list[list[int]]:
+    names = [running.add_request(ids, params) for ids, params in requests(seed)]
+    outputs = drain(running)
+    for name in names:
+        assert outputs[name][-1].error is None
+    return [tokens_of(outputs[name]) for name in names]
+
+
+class Watched:
+    """In place of a runner's `propose`: notes what the layer drafts after which tokens; half of the drafts become the
+    answers' own tokens, so that verify passes of every outcome come before the next."""
+
+    def __init__(self, running: Engine, known: Sequence[list[int]]) -> None:
+        self.running, self.known, self.draw = running, known, random.Random(5)
+        self.seen: list[tuple[list[int], list[int]]] = []
+        self.propose = running.runner.propose
+        running.runner.propose = self  # type: ignore[assignment, method-assign]
+
+    def __call__(self, items: Sequence[SlotTokens]) -> torch.Tensor:
+        drafts = self.propose(items).clone()
+        for row, item in enumerate(items):
+            request = self.running.scheduler.running[item.slot]
+            self.seen.append((request.tokens_so_far(), drafts[row].tolist()))
+            (whole,) = [known for known in self.known if known[: request.num_tokens] == request.tokens_so_far()]
+            right = whole[request.num_tokens : request.num_tokens + self.draw.randint(0, MOST)]
+            drafts[row, : len(right)] = torch.tensor(right, dtype=torch.int64)
+        return drafts
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_the_oracles_and_change_no_answer(kind: str, backend: str, tmp_path: Path) -> None:
+    folder, oracle = make_mtp(kind, tmp_path)
+    wanted = answers(Engine(folder, kernels=backend, **SIZES))
+    running = Engine(folder, kernels=backend, **SIZES, **DRAFTS)
+    known = [ids + answer for (ids, _), answer in zip(requests(1), wanted, strict=True)]
+    watched = Watched(running, known)
+    assert answers(running) == wanted
+    assert running.stats.accepted_tokens > 10
+    assert running.stats.drafted_tokens > running.stats.accepted_tokens
+    same = [oracle.drafts(tokens, MOST) == drafts for tokens, drafts in watched.seen]
+    assert len(same) > 20
+    assert all(same)
+
+
+@pytest.mark.parametrize("kv", [name for name in KV_FORMATS if name not in ("fp32", "fp16", "bf16")])
+def test_drafts_in_every_kv_format(kv: str, tmp_path: Path) -> None:
+    """The layer's part of the cache is stored as the others' is, so its drafts may differ from the oracle's: seldom."""
+    folder, oracle = make_mtp("qwen3_5", tmp_path)
+    wanted = answers(Engine(folder, kernels="reference", kv_cache_dtype=kv, **SIZES))
+    running = Engine(folder, kernels="reference", kv_cache_dtype=kv, **SIZES, **DRAFTS)
+    watched = Watched(running, [ids + answer for (ids, _), answer in zip(requests(1), wanted, strict=True)])
+    assert answers(running) == wanted
+    first = [oracle.drafts(tokens, 1) == drafts[:1] for tokens, drafts in watched.seen]
+    assert sum(first) > 0.6 * len(first)
+
+
+def test_ranks_draft_as_one(tmp_path: Path) -> None:
+    folder, _ = make_mtp("qwen3_5", tmp_path)
+    one = Engine(folder, kernels="reference", **SIZES, **DRAFTS)
+    wanted = answers(one)
+    two = Engine(folder, kernels="reference", tensor_parallel=2, launch=ThreadRanks, threads=1, **SIZES, **DRAFTS)
+    assert answers(two) == wanted
+    assert two.stats == one.stats
+    assert two.stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_memory_is_the_plans_to_the_byte(backend: str, tmp_path: Path) -> None:
+    folder, _ = make_mtp("qwen3_5", tmp_path)
+    running = Engine(folder, kernels=backend, **SIZES, **DRAFTS)
+    runner = running.runner
+    held = [tensors_below(part) for part in (runner.model, runner.kv, runner.state.layers, running.sampler)]
+    held.append(tensors_below(runner._drafts.states))  # type: ignore[union-attr]
+    everything = {address: t for part in held for address, t in part.items()}
+    assert sum(t.untyped_storage().nbytes() for t in everything.values()) == running.plan.resident
+    assert running.plan.parts["drafts"] == 4 * 4 * 64 * 4  # slots and the spare one, tokens, hidden size, bytes
+    plain = Engine(folder, kernels=backend, **SIZES, max_draft_tokens=MOST)
+    assert running.plan.kv.num_layers == plain.plan.kv.num_layers + 1
+    assert "drafts" not in plain.plan.parts
+
+
+def test_a_conversation_goes_on_and_branches(tmp_path: Path) -> None:
+    """Turns in a caller's slot, a fork of it, and a snapshot returned to: answers are those without drafts."""
+    folder, _ = make_mtp("qwen3_5", tmp_path)
+    found = []
+    for more in ({}, DRAFTS):
+        running = Engine(folder, kernels="reference", num_snapshots=1, **SIZES, **more)
+        slot, texts = running.acquire_slot(200), []
+
+        def turn(ids: list[int], slot: int, running: Engine = running) -> list[int]:
+            name = running.add_request(ids, SamplingParams(max_tokens=9, ignore_eos=True), slot=slot)
+            return tokens_of(drain(running)[name])
+
+        texts.append(turn(prompt(20), slot))
+        snapshot = running.save_snapshot(slot, 0)
+        history = [*prompt(20), *texts[0], 7, 8]
+        child = running.fork_slot(slot)
+        texts += [turn(history, slot), turn([*history, 9], child)]
+        running.restore_snapshot(snapshot)
+        texts.append(turn([*history, 11], slot))
+        found.append(texts)
+    assert found[0] == found[1]
+
+
+def test_a_failing_layer_costs_drafts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = make_mtp("qwen3_5", tmp_path)
+    wanted = answers(Engine(folder, kernels="reference", **SIZES))
+    running = Engine(folder, kernels="reference", **SIZES, **DRAFTS)
+
+    def fail(items: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(running.runner, "propose", fail)
+    with pytest.warns(RuntimeWarning, match="no drafts, and slower answers: RuntimeError: no memory"):
+        assert answers(running) == wanted
+    assert running.stats.drafted_tokens == 0
+    assert running.stats.free_slots == SIZES["max_batch_size"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_a_model_without_the_layer_is_refused(kind: str, tmp_path: Path) -> None:
+    folder, _ = tiny_models.make(kind, tmp_path)
+    with pytest.raises(ModelError, match="no layer for multi-token prediction"):
+        Engine(folder, kernels="reference", **SIZES, **DRAFTS)
+
+
+def test_a_layer_that_is_not_whole_is_named(tmp_path: Path) -> None:
+    folder, _ = make_mtp("qwen3_5", tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["mtp.norm.weight"]
+    tensors["mtp.layers.0.self_attn.q_norm.weight"] = torch.ones(3)
+    save_file(tensors, file)
+    with pytest.raises(ModelError) as error:
+        Engine(folder, kernels="reference", **SIZES, **DRAFTS)
+    assert "mtp.norm.weight [64] is missing" in str(error.value)
+    assert "mtp.layers.0.self_attn.q_norm.weight is [3]" in str(error.value)
+    assert answers(Engine(folder, kernels="reference", **SIZES))  # which does not need it
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_on_a_gpu(dtype: str, tmp_path: Path) -> None:
+    """By recorded passes. In bfloat16 few of a tiny model's choices are as close as its rounding."""
+    folder, oracle = make_mtp("qwen3_5", tmp_path)
+    sizes: dict[str, Any] = {**SIZES, "device": "cuda", "kernels": "triton", "dtype": dtype}
+    wanted = answers(Engine(folder, **sizes))
+    running = Engine(folder, **sizes, **DRAFTS)
+    watched = Watched(running, [ids + answer for (ids, _), answer in zip(requests(1), wanted, strict=True)])
+    assert answers(running) == wanted
+    assert running.stats.accepted_tokens > 10
+    first = [oracle.drafts(tokens, 1) == drafts[:1] for tokens, drafts in watched.seen]
+    assert sum(first) >= (1.0 if dtype == "float32" else 0.8) * len(first)
