@@ -19,7 +19,7 @@ from pocketllm.engine.inputs import SlotTokens
 from pocketllm.errors import ModelError
 from ranks import ThreadRanks
 from test_memory import tensors_below
-from tiny_mtp import MtpOracle, make_mtp
+from tiny_mtp import make_mtp
 
 KINDS = ["qwen3_5", "qwen3_5_moe"]
 MOST = 3
