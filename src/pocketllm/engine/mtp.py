@@ -63,7 +63,7 @@ class MtpDrafts:
             return
         of_token = batch.token_slots.long()
         goes_on = of_token == of_token.roll(1)  # no slot is there twice
-        goes_on[0] = False
+        goes_on[:1].zero_()  # not an assignment, which a recording would take for a copy from the host
         before = torch.where(goes_on[:, None], states.roll(1, 0), self.states[of_token, 0])
         self._layer.append(before.masked_fill((batch.positions == 0)[:, None], 0.0), batch, self._kv)
         self.states[slots, 0] = states[(batch.cu_seqlens_q[1:].long() - 1).clamp(min=0)]
