@@ -339,7 +339,7 @@ def large_model(report: Report, model: str, formats: list[str], parts: set[str])
         if "decode" in parts:
             decode_rows(report, engine, bandwidth)
         if "profile" in parts:
-            report.part("profile", 20, lambda: profiles(report, engine, bandwidth))
+            report.part("profile", 30, lambda: profiles(report, engine, bandwidth))
         if "soak" in parts:
             report.part("soak", 40, lambda: soak(report, engine))
         if "prefill" in parts:
@@ -347,7 +347,7 @@ def large_model(report: Report, model: str, formats: list[str], parts: set[str])
         del engine
     for kv in formats[1:] if "kv" in parts else ():
         free_memory()
-        report.part(f"kv {kv}", 40, partial(other_kv, report, model, kv, context, bandwidth))
+        report.part(f"kv {kv}", 60, partial(other_kv, report, model, kv, context, bandwidth))
 
 
 def decode_rows(report: Report, engine: Engine, bandwidth: float) -> None:
@@ -366,7 +366,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3.8-27b-fp8")
     parser.add_argument("--kv-cache-dtype", default="fp16,int8_per_token_head,turboquant_k8v4")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--parts", default="small,build,same,decode,profile,soak,prefill,kv,dense")
     parser.add_argument("--weights", default="gaussian", choices=("gaussian", "tiny"), help="of the large model")
     args = parser.parse_args()
@@ -377,7 +377,7 @@ def main() -> None:
     report.fact("device", torch.cuda.get_device_name(DEVICE))
     report.fact("steps", STEPS)
     if "small" in parts:
-        report.part("small", 50, lambda: small_model(report, HYBRID))
+        report.part("small", 80, lambda: small_model(report, HYBRID))
     if parts - {"small", "dense"}:
         with tiny_weights() if args.weights == "tiny" else nullcontext():
             large_model(report, args.model, args.kv_cache_dtype.split(","), parts)

@@ -256,7 +256,7 @@ def prefill_with(
     prefill_kernel[(blocks, kv_heads)](
         stored_q, q, kv.planes, kv.block_table, kv.block_table.shape[1], slot_ids, cu_seqlens_q, kv_lens, n,
         *_bias(kv), out, scale * LOG2E, HQ=num_heads, HK=kv_heads, D=head_dim, DP=_padded(head_dim), PAGE=kv.page_size,
-        BLOCK_M=config.block_m, BLOCK_N=min(config.block_n, kv.page_size), NP=_padded(n),
+        BLOCK_M=config.block_m, BLOCK_N=min(config.block_n, kv.page_size), NP=max(_padded(n), 8),
         WINDOW=mask.window, SINKS=mask.sinks, HALF=half, HALFP=max(_padded(half), 16),
         SCALED=pieces.scaled, LOAD_K=pieces.load_k, LOAD_V=pieces.load_v,
         num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=FUSION,
