@@ -3,8 +3,9 @@
     python benchmarks/gpu_latency.py [--model NAME] [--drafts N] [--slots 1,4,8] [--ranks N] [--out FILE] [--seconds N]
 
 Parts: `prompts` (milliseconds to the first token, of passes that are recorded and of the same passes as Python calls
-them), `plain` (answers without drafts), `drafts` (with `drafter="mtp"`; weights are random, so
-drafts are wrong; then all of them are replaced by what the answers without drafts were, which is the most there is to gain).
+them), `plain` (answers without drafts), and with `drafter="mtp"`: `drafts, always` (weights are random, so drafts are wrong:
+what they cost), `drafts, wrong` (the same, made as long as they pay), `drafts, right` (all of them are replaced by what the
+answers without drafts were: the most there is to gain).
 
 Rows: part, slots, tokens, ms (median of a step; of a prompt, the least), tok_s (of all slots), drafted and accepted
 (tokens), same (whether tokens are those without drafts, or recordings).
@@ -29,6 +30,7 @@ from gpu_report import Report
 from pocketllm.cli.bench_run import random_tokens
 from pocketllm.engine.engine import Engine
 from pocketllm.engine.inputs import SlotTokens
+from pocketllm.engine.payoff import Payoff
 from pocketllm.options import EngineOptions, SamplingParams
 
 PROMPT, ANSWER = 200, 160
@@ -133,8 +135,13 @@ def run(report: Report, model: str, ranks: int, slot_counts: list[int], most: in
     for count in slot_counts:
         some = prompts[:count]
         whole = [prompt + answer for prompt, answer in zip(some, wanted[count], strict=True)]
-        for part, used in (("drafts, wrong", propose), ("drafts, right", knowing(drafting, whole, most))):
+        for part, used, payoff in (
+            ("drafts, always", propose, None),
+            ("drafts, wrong", propose, Payoff()),
+            ("drafts, right", knowing(drafting, whole, most), Payoff()),
+        ):
             runner.propose = used
+            drafting._speculation.payoff = payoff  # type: ignore[union-attr]
             decode(report, drafting, part, some, wanted[count])
         runner.propose = propose
     drafting.close()

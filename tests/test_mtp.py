@@ -53,6 +53,7 @@ class Watched:
 
     def __init__(self, running: Engine, known: Sequence[list[int]]) -> None:
         self.running, self.known, self.draw = running, known, random.Random(5)
+        running._speculation.payoff = None  # type: ignore[union-attr]  # always draft
         self.seen: list[tuple[list[int], list[int]]] = []
         self.propose = running.runner.propose
         running.runner.propose = self  # type: ignore[assignment, method-assign]
@@ -99,8 +100,10 @@ def test_drafts_in_every_kv_format(kv: str, tmp_path: Path) -> None:
 def test_ranks_draft_as_one(tmp_path: Path) -> None:
     folder, _ = make_mtp("qwen3_5", tmp_path)
     one = Engine(folder, kernels="reference", **SIZES, **DRAFTS)
-    wanted = answers(one)
     two = Engine(folder, kernels="reference", tensor_parallel=2, launch=ThreadRanks, threads=1, **SIZES, **DRAFTS)
+    for running in (one, two):
+        running._speculation.payoff = None  # type: ignore[union-attr]  # always draft
+    wanted = answers(one)
     assert answers(two) == wanted
     assert two.stats == one.stats
     assert two.stats.drafted_tokens > 0
@@ -142,6 +145,40 @@ def test_a_conversation_goes_on_and_branches(tmp_path: Path) -> None:
         texts.append(turn([*history, 11], slot))
         found.append(texts)
     assert found[0] == found[1]
+
+
+class Turns:
+    """In place of a `Payoff`: some verify passes, some decode passes, and so on."""
+
+    def __init__(self) -> None:
+        self.asked, self.noted = 0, [0, 0]
+
+    def drafts_pay(self, size: int) -> bool:
+        self.asked += 1
+        return self.asked % 5 < 3
+
+    def note(self, size: int, verified: bool, seconds: float, tokens: float) -> None:
+        assert 0 < seconds < 60
+        assert (1 <= tokens <= 1 + MOST) if verified else tokens == 1
+        self.noted[verified] += 1
+
+
+def test_rests_between_drafts(tmp_path: Path) -> None:
+    """Decode passes feed the layer's part of the cache, too: drafts after them are the oracle's."""
+    folder, oracle = make_mtp("qwen3_5", tmp_path)
+    ids, params = prompt(30), SamplingParams(max_tokens=60, ignore_eos=True)
+    plain = Engine(folder, kernels="reference", **SIZES)
+    plain.add_request(ids, params)
+    (wanted,) = map(tokens_of, drain(plain).values())
+    running = Engine(folder, kernels="reference", **SIZES, **DRAFTS)
+    watched, turns = Watched(running, [ids + wanted]), Turns()
+    watched.draw = random.Random(1)
+    running._speculation.payoff = turns  # type: ignore[union-attr, assignment]
+    running.add_request(ids, params)
+    assert [tokens_of(outputs) for outputs in drain(running).values()] == [wanted]
+    assert min(turns.noted) > 5
+    first = [oracle.drafts(tokens, 1) == drafts[:1] for tokens, drafts in watched.seen]
+    assert sum(first) >= 0.8 * len(first)  # what was accepted just before a rest was taken in as drafted
 
 
 def test_a_failing_layer_costs_drafts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

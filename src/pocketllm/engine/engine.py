@@ -6,9 +6,9 @@ slots can be used beside it: a caller's slot can be lent to requests, one after 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from pocketllm.engine.ahead import DecodeAhead
 from pocketllm.engine.constraint import TokenConstraint
 from pocketllm.engine.inputs import SlotTokens
+from pocketllm.engine.payoff import Payoff
 from pocketllm.engine.rank import Launch
 from pocketllm.engine.ranks import start_ranks
-from pocketllm.engine.request import FinishReason, Request, RequestOutput, State
+from pocketllm.engine.request import EngineStats, FinishReason, Request, RequestOutput, State
 from pocketllm.engine.sampled import SampleResult, TokenLogprobs
 from pocketllm.engine.sampler import Sampler, uniform
 from pocketllm.engine.scheduler import Scheduler
@@ -36,20 +37,6 @@ _NOTHING_LEFT = (
     "no token is left to choose: everything that the request's constraint allows is forbidden by min_tokens or logit_bias "
     "(or logit_bias forbids every token)"
 )
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counters since construction, and the state of slots and pages now."""
-
-    steps: int
-    prompt_tokens: int  # computed by prefill passes, recomputation included
-    output_tokens: int
-    waiting: int
-    running: int
-    free_slots: int
-    drafted_tokens: int = 0  # by the engine's drafter, and verified
-    accepted_tokens: int = 0  # of those, the ones that were right
 
 
 class Engine(SlotEngine):
@@ -78,7 +65,8 @@ class Engine(SlotEngine):
         self._ahead = DecodeAhead(self.passes, self.slots, self.has_state)
         self._speculation: Speculation | None = None
         if self.options.drafter == "mtp":
-            self._speculation = Speculation(self.slots, self.options.max_draft_tokens, draft_all=self._own_drafts)
+            most = self.options.max_draft_tokens
+            self._speculation = Speculation(self.slots, most, draft_all=self._own_drafts, payoff=Payoff())
         elif self.options.drafter != "none":
             make = DRAFTERS[self.options.drafter]
             self._speculation = Speculation(self.slots, self.options.max_draft_tokens, make)
@@ -159,15 +147,27 @@ class Engine(SlotEngine):
         self._steps += 1
         outputs = [self._finish(request, "length") for request in plan.ended]
         outputs += self._run("prefill", plan.prefill, plan.prefill_requests)
-        outputs += self._decode(plan.decode, plan.decode_requests)
+        outputs += self._decode_or_verify(plan.decode, plan.decode_requests)
         self._prompt_tokens += sum(len(item.token_ids) for item in plan.prefill)
         return outputs
 
-    def _decode(self, items: list[SlotTokens], requests: list[Request]) -> list[RequestOutput]:
-        """A decode pass; or a verify pass, and a token for each row of its logits as long as drafts are right."""
-        planned = self._speculation.plan(items, requests) if self._speculation is not None and items else None
-        if planned is None or self._speculation is None:
+    def _decode_or_verify(self, items: list[SlotTokens], requests: list[Request]) -> list[RequestOutput]:
+        if self._speculation is None or not items:
             return self._run("decode", items, requests)
+        start = time.perf_counter()
+        planned = self._speculation.plan(items, requests)
+        if planned is None:
+            outputs = self._run("decode", items, requests)
+        else:
+            outputs = self._verify(self._speculation, planned, items, requests)
+        tokens = sum(len(output.new_token_ids) for output in outputs)
+        self._speculation.took(len(items), planned is not None, time.perf_counter() - start, tokens)
+        return outputs
+
+    def _verify(
+        self, speculation: Speculation, planned: list[SlotTokens], items: list[SlotTokens], requests: list[Request]
+    ) -> list[RequestOutput]:
+        """A verify pass, and a token for each row of its logits as long as drafts are right. items: as for decode."""
         passed = self.passes.run("verify", planned, [request.tokens_so_far for request in requests])
         rows: list[tuple[Request, SlotTokens, Tensor]] = []
         failed: list[int] = []  # perhaps because of what was drafted
@@ -200,7 +200,7 @@ class Engine(SlotEngine):
         if kept:
             self.runner.commit(list(kept), list(kept.values()))
         for item, request in zip(planned, requests, strict=True):
-            self._speculation.note(request, max(kept.get(item.slot, 0) - 1, 0))
+            speculation.note(request, max(kept.get(item.slot, 0) - 1, 0))
         return list(outputs.values())
 
     def _own_drafts(self, newest: Sequence[SlotTokens]) -> list[list[int]]:

@@ -58,6 +58,8 @@ class MtpDrafts:
     def follow(self, batch: ForwardBatch, states: Tensor) -> None:
         """Part of every pass, recorded with it. states [T, H] of the batch's tokens."""
         slots = batch.slot_ids.long()
+        if batch.kind == "decode":  # of no drafts: else the layer would have had these tokens
+            self._layer.append(self.states[slots, 0], batch, self._kv)
         if batch.kind != "prefill":
             self.states[slots, : batch.q_len] = states.unflatten(0, (len(slots), batch.q_len))
             return

@@ -1,4 +1,4 @@
-"""A user's job and what comes back from it, in token ids."""
+"""A user's job and what comes back from it, in token ids; and counts of all of them."""
 
 from __future__ import annotations
 
@@ -84,3 +84,17 @@ class RequestOutput:
         """This output and the one of the request's next step as one."""
         tokens, logprobs = self.new_token_ids + later.new_token_ids, self.logprobs + later.logprobs
         return replace(later, new_token_ids=tokens, logprobs=logprobs)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since construction, and the state of slots and pages now."""
+
+    steps: int
+    prompt_tokens: int  # computed by prefill passes, recomputation included
+    output_tokens: int
+    waiting: int
+    running: int
+    free_slots: int
+    drafted_tokens: int = 0  # by the engine's drafter, and verified
+    accepted_tokens: int = 0  # of those, the ones that were right

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pocketllm.engine.drafters import Drafter, NgramDrafter
 from pocketllm.engine.graphs import padded_size
 from pocketllm.engine.inputs import SlotTokens
+from pocketllm.engine.payoff import Payoff
 from pocketllm.engine.request import Request
 from pocketllm.engine.slots import SlotTable
 from pocketllm.parallel import SMALL_BATCH
@@ -40,6 +41,7 @@ class Speculation:
     most: int
     make: Callable[[], Drafter] | None = None
     draft_all: DraftForAll | None = None
+    payoff: Payoff | None = None  # of drafts that cost time; None: they are always made
     drafted_tokens: int = 0  # since construction
     accepted_tokens: int = 0
     _guesses: dict[str, _Guesses] = field(default_factory=dict)  # by request
@@ -47,9 +49,10 @@ class Speculation:
 
     def plan(self, items: Sequence[SlotTokens], requests: Sequence[Request]) -> list[SlotTokens] | None:
         """The items of a decode pass with drafts behind them, all of one length; each must be noted then. None where
-        decoding is as good: fewer than half of the slots have a draft, or one has no room for it. Nor are there more rows
-        than those whose results do not depend on their number."""
-        if padded_size(len(items)) * (1 + self.most) > SMALL_BATCH:
+        decoding is as good: fewer than half of the slots have a draft, one has no room for it, or drafts have not paid.
+        Nor are there more rows than those whose results do not depend on their number."""
+        size = padded_size(len(items))
+        if size * (1 + self.most) > SMALL_BATCH or (self.payoff is not None and not self.payoff.drafts_pay(size)):
             return None
         if self.draft_all is None:
             drafts = [self._draft(request) for request in requests]
@@ -119,6 +122,11 @@ class Speculation:
             guesses.pause = 0
         elif drafted:
             guesses.pause = guesses.left = min(max(2 * guesses.pause, 1), _LONGEST_PAUSE)
+
+    def took(self, num_slots: int, verified: bool, seconds: float, tokens: int) -> None:
+        """A pass of so many slots, with all that belongs to it, and the tokens it gave."""
+        if self.payoff is not None:
+            self.payoff.note(padded_size(num_slots), verified, seconds, tokens / num_slots)
 
     def forget(self, request: Request) -> None:
         """It has ended."""

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pocketllm.engine.device import used_memory
-from pocketllm.engine.engine import Engine, EngineStats
+from pocketllm.engine.engine import Engine
+from pocketllm.engine.request import EngineStats
 
 
 @dataclass(frozen=True)
