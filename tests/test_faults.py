@@ -371,3 +371,31 @@ def test_a_damaged_weight_file_fails_construction_in_words(tmp_path: Path) -> No
 def test_every_backend_is_selectable() -> None:
     for name in CPU_BACKENDS:
         assert select_kernels(name, "cpu").name == name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_prompt_that_fails_late_leaves_its_slot_as_it_was(kind: str, tmp_path: Path) -> None:
+    """Explicit prefill of several passes, the second of which fails for one slot; both slots then go on as if alone."""
+    slots = make(kind, tmp_path, sabotaged(raise_on_poison))
+    plain = make(kind, tmp_path / "plain")
+    for each in (slots, plain):
+        assert [each.acquire_slot() for _ in range(2)] == [0, 1]
+        feed(each, {0: prompt(9)})
+    sizes: list[int] = []
+    forward = slots.runner.forward
+
+    def watched(kind: Any, items: Any, **named: Any) -> Tensor:
+        sizes.append(sum(len(item.token_ids) for item in items))
+        return forward(kind, items, **named)
+
+    slots.runner.forward = watched  # type: ignore[method-assign, assignment]
+    bad = [*prompt(90, 1), POISON, 7]
+    failed, fine = slots.batch_prefill([SlotRequest(0, bad), SlotRequest(1, prompt(100, 2))])
+    assert "injected" in str(failed.error)
+    assert slots.slot_length(0) == 9
+    assert fine.error is None
+    assert fine.logits is not None
+    assert max(sizes) <= 64
+    torch.testing.assert_close(fine.logits, feed(plain, {1: prompt(100, 2)})[1], atol=2e-5, rtol=2e-5)
+    got, wanted = (feed(each, {0: prompt(80, 3)}) for each in (slots, plain))
+    torch.testing.assert_close(got[0], wanted[0], atol=2e-5, rtol=2e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from pocketllm.engine.lead import AnyRunner
 from pocketllm.engine.slots import SlotTable
 from pocketllm.errors import PocketLLMError, RankError, RequestError
 from pocketllm.layers.batch import Kind
+from pocketllm.options import CHUNK_ALIGNMENT
 
 History = Callable[[], Sequence[int]]  # a slot's token ids, asked for only when a pass failed
 
@@ -50,6 +52,35 @@ class PassRunner:
             return [
                 self._alone(kind, item, history, all_logits) for item, history in zip(items, histories, strict=True)
             ]
+
+    def prefill(self, items: Sequence[SlotTokens], histories: Sequence[History]) -> list[PassResult]:
+        """As `run`, of items of any length: in passes of as many tokens as the memory plan has room for."""
+        results = [PassResult()] * len(items)
+        done = [0] * len(items)
+        while left := [i for i, item in enumerate(items) if done[i] < len(item.token_ids)]:
+            pieces: list[SlotTokens] = []
+            before: list[History] = []
+            budget = self._chunk
+            for i in left:
+                item, at = items[i], done[i]
+                end = min(at + budget, len(item.token_ids))
+                if end < len(item.token_ids):
+                    end -= (item.start + end) % CHUNK_ALIGNMENT
+                if end <= at:
+                    break
+                last = end == len(item.token_ids)
+                pieces.append(SlotTokens(item.slot, item.start + at, item.token_ids[at:end], last))
+                before.append(partial(_joined, histories[i], item.token_ids[:at]))
+                budget -= end - at
+            passed = self.run("prefill", pieces, before)
+            for i, piece, result in zip(left, pieces, passed, strict=False):
+                results[i] = result
+                done[i] += len(piece.token_ids)
+                if result.error is not None:
+                    if piece.start > items[i].start:
+                        self.undo(items[i], histories[i])
+                    done[i] = len(items[i].token_ids)
+        return results
 
     def decode_tokens(
         self, items: Sequence[SlotTokens], histories: Sequence[History], token_ids: Tensor
@@ -91,6 +122,10 @@ class PassRunner:
             return [PassResult(rows) for rows in torch.split(logits, [len(item.token_ids) for item in items])]
         rows = iter(logits)
         return [PassResult(next(rows) if item.wants_logits else None) for item in items]
+
+
+def _joined(history: History, more: Sequence[int]) -> Sequence[int]:
+    return [*history(), *more]
 
 
 def _described(error: Exception, item: SlotTokens) -> Exception:

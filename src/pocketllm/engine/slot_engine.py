@@ -190,9 +190,9 @@ class SlotEngine:
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def batch_prefill(self, requests: Sequence[SlotRequest], *, all_logits: bool = False) -> list[SlotResult]:
-        """Append any number of tokens to each slot; logits after the last one, [V].
+        """Append any number of tokens to each slot, in passes of `prefill_chunk`; logits after the last one, [V].
 
-        all_logits: after every token, [Q, V]. That is Q * V floats beyond the memory plan: keep Q small.
+        all_logits: after every token, [Q, V], in one pass. That is Q * V floats beyond the memory plan: keep Q small.
         """
         return self._run_explicit("prefill", requests, all_logits=all_logits)
 
@@ -263,7 +263,10 @@ class SlotEngine:
                 results[request.slot] = SlotResult(request.slot, error=error)
         if items:
             histories = [partial(self._held, item.slot) for item in items]
-            passed = self.passes.run(kind, items, histories, all_logits=all_logits)
+            if kind == "prefill" and not all_logits:
+                passed = self.passes.prefill(items, histories)
+            else:
+                passed = self.passes.run(kind, items, histories, all_logits=all_logits)
             for item, result in zip(items, passed, strict=True):
                 results[item.slot] = self._keep(kind, item, result.logits, result.error)
             self.check_ranks()
