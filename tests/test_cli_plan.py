@@ -12,7 +12,7 @@ from pocketllm.cache.formats import KV_FORMATS
 from pocketllm.cli.main import app
 from tiny_models import make
 
-PARTS = ("weights", "kv", "state", "tables", "sampler", "logits", "graphs", "workspace", "runtime")
+PARTS = ("weights", "kv", "state", "tables", "sampler", "drafts", "logits", "graphs", "workspace", "runtime")
 
 
 def plan(*args):
@@ -35,6 +35,18 @@ def test_the_27b_on_two_gpus():
     assert values["kv"] == 16 * rows * 2 * (256 + 128 + 8) + 9 * 128 * 4
     assert set(values["context_table"]) == set(KV_FORMATS)
     assert set(values["context_table"]["fp8"]) == {"1", "2", "4", "8", "16", "32"}
+
+
+def test_drafts_of_the_models_own_layer_are_in_it():
+    args = ["qwen3.8-27b-fp8", "--slots", "2", "--context", "4096", "--gpu-memory", "60GiB"]
+    drafting = [*args, "--drafter", "mtp", "--max-draft-tokens", "3"]
+    plain, with_layer = (json.loads(plan(*each, "--json").stdout) for each in (args, drafting))
+    assert (plain["drafts"], with_layer["drafts"]) == (0, 3 * 4 * 5120 * 2)
+    assert with_layer["kv"] > plain["kv"]
+    assert with_layer["weights"] > plain["weights"] + 300 * 2**20
+    assert re.search(r"drafts +\d.* own drafts", plan(*drafting).stdout)
+    refused = plan("qwen3-8b", "--drafter", "mtp", "--max-draft-tokens", "3", "--gpu-memory", "60GiB")
+    assert refused.exit_code != 0
 
 
 def test_text_has_bytes_and_contexts():

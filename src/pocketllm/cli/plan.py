@@ -39,8 +39,8 @@ def plan(
 ) -> None:
     """Print the memory plan of a model: without --gpu-memory for this machine's CPU memory. Exit 1 if it does not fit.
 
-    --json keys, bytes of one rank: fits, weights, kv, state, tables, sampler, logits, graphs, workspace, runtime, total,
-    budget, left; and model, device, slots, max_context, kv_tokens, kv_cache_dtype, kv_layout, tensor_parallel, notes,
+    --json keys, bytes of one rank: fits, weights, kv, state, tables, sampler, drafts, logits, graphs, workspace, runtime,
+    total, budget, left; and model, device, slots, max_context, kv_tokens, kv_cache_dtype, kv_layout, tensor_parallel, notes,
     advice (null if it fits), context_table (KV type -> slots -> largest context per slot). With --list: shapes.
     """
     if list_shapes:
@@ -114,8 +114,9 @@ _MEANINGS = {
     "state": "recurrent state of all slots",
     "tables": "cos and sin of the positions",
     "sampler": "penalties and counts per slot",
+    "drafts": "what the model's own drafts are made of",
     "logits": "of the largest pass",
-    "graphs": "recorded decode passes",
+    "graphs": "recorded passes",
     "workspace": "intermediates of the largest pass",
     "runtime": "the device's libraries (assumed)",
 }

@@ -67,7 +67,7 @@ class MemoryPlan:
             "state": self.state.nbytes,
             "tables": self.tables,
             "sampler": self.sampler,
-            **({} if self.draft_states is None else {"drafts": self.draft_states.nbytes}),
+            "drafts": self._drafts,
             "logits": self.logits,
             "graphs": self.graphs,
             "workspace": self.workspace,
@@ -77,8 +77,11 @@ class MemoryPlan:
     @property
     def resident(self) -> int:
         """Bytes the engine allocates at construction and keeps."""
-        drafts = 0 if self.draft_states is None else self.draft_states.nbytes
-        return self.weights + self.tables + self.kv.nbytes + self.state.nbytes + self.sampler + drafts
+        return self.weights + self.tables + self.kv.nbytes + self.state.nbytes + self.sampler + self._drafts
+
+    @property
+    def _drafts(self) -> int:
+        return 0 if self.draft_states is None else self.draft_states.nbytes
 
     @property
     def total(self) -> int:
@@ -220,6 +223,7 @@ class Planner:
         rows = slots * (options.max_draft_tokens + 1)
         chunk = options.chunk_tokens(self.device_type)
         own_drafts = options.drafter == "mtp"
+        states = states_spec(slots, options.max_draft_tokens, config.hidden_size, self.dtype) if own_drafts else None
         return MemoryPlan(
             kv=KVCacheShape(
                 kv_format=fmt,
@@ -243,7 +247,7 @@ class Planner:
             workspace=self._workspace(chunk, rows, context),
             runtime=self.runtime,
             budget=self.budget,
-            draft_states=self._draft_states(slots) if own_drafts else None,
+            draft_states=states,
             notes=notes,
         )
 
@@ -266,9 +270,6 @@ class Planner:
             num_snapshots=options.num_snapshots,
             dtype=self.dtype,
         )
-
-    def _draft_states(self, slots: int) -> TensorSpec:
-        return states_spec(slots, self.options.max_draft_tokens, self.config.hidden_size, self.dtype)
 
     def _graphs(self, slots: int, longest_prefill: int, context: int) -> int:
         """Bound of what recorded passes keep, for batches of every padded size: logits, and every block's intermediates.
