@@ -21,7 +21,7 @@ from ranks import ThreadRanks
 from test_memory import tensors_below
 from tiny_mtp import make_mtp
 
-KINDS = ["qwen3_5", "qwen3_5_moe"]
+KINDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 MOST = 3
 SIZES: dict[str, Any] = {"max_batch_size": 3, "max_context": 256, "page_size": 16, "prefill_chunk": 64, "device": "cpu"}
 DRAFTS: dict[str, Any] = {"drafter": "mtp", "max_draft_tokens": MOST}
