@@ -63,7 +63,7 @@ class Watched:
         for row, item in enumerate(items):
             request = self.running.scheduler.running[item.slot]
             self.seen.append((request.tokens_so_far(), drafts[row].tolist()))
-            (whole,) = [known for known in self.known if known[: request.num_tokens] == request.tokens_so_far()]
+            whole = next(known for known in self.known if known[: request.num_tokens] == request.tokens_so_far())
             right = whole[request.num_tokens : request.num_tokens + self.draw.randint(0, MOST)]
             drafts[row, : len(right)] = torch.tensor(right, dtype=torch.int64)
         return drafts
@@ -101,10 +101,11 @@ def test_ranks_draft_as_one(tmp_path: Path) -> None:
     folder, _ = make_mtp("qwen3_5", tmp_path)
     one = Engine(folder, kernels="reference", **SIZES, **DRAFTS)
     two = Engine(folder, kernels="reference", tensor_parallel=2, launch=ThreadRanks, threads=1, **SIZES, **DRAFTS)
-    for running in (one, two):
-        running._speculation.payoff = None  # type: ignore[union-attr]  # always draft
-    wanted = answers(one)
-    assert answers(two) == wanted
+    plain = answers(Engine(folder, kernels="reference", **SIZES))
+    watched = [Watched(e, [ids + a for (ids, _), a in zip(requests(1), plain, strict=True)]) for e in (one, two)]
+    assert answers(one) == answers(two) == plain
+    assert watched[0].seen == watched[1].seen
+    assert one.stats.accepted_tokens > 10
     assert two.stats == one.stats
     assert two.stats.drafted_tokens > 0
 
@@ -115,10 +116,10 @@ def test_memory_is_the_plans_to_the_byte(backend: str, tmp_path: Path) -> None:
     running = Engine(folder, kernels=backend, **SIZES, **DRAFTS)
     runner = running.runner
     held = [tensors_below(part) for part in (runner.model, runner.kv, runner.state.layers, running.sampler)]
-    held.append(tensors_below(runner._drafts.states))  # type: ignore[union-attr]
+    held.append(tensors_below([runner._drafts.states, runner._drafts._last]))  # type: ignore[union-attr]
     everything = {address: t for part in held for address, t in part.items()}
     assert sum(t.untyped_storage().nbytes() for t in everything.values()) == running.plan.resident
-    assert running.plan.parts["drafts"] == 4 * 4 * 64 * 4  # slots and the spare one, tokens, hidden size, bytes
+    assert running.plan.parts["drafts"] == 4 * (4 * 64 * 4 + 8)  # slots and the spare one, tokens, hidden size, bytes
     plain = Engine(folder, kernels=backend, **SIZES, max_draft_tokens=MOST)
     assert running.plan.kv.num_layers == plain.plan.kv.num_layers + 1
     assert plain.plan.parts["drafts"] == 0
@@ -127,14 +128,19 @@ def test_memory_is_the_plans_to_the_byte(backend: str, tmp_path: Path) -> None:
 def test_a_conversation_goes_on_and_branches(tmp_path: Path) -> None:
     """Turns in a caller's slot, a fork of it, and a snapshot returned to: answers are those without drafts."""
     folder, _ = make_mtp("qwen3_5", tmp_path)
-    found = []
+    found: list[list[list[int]]] = []
+    known: list[list[int]] = []
     for more in ({}, DRAFTS):
         running = Engine(folder, kernels="reference", num_snapshots=1, **SIZES, **more)
+        if more:
+            Watched(running, list(known))
         slot, texts = running.acquire_slot(200), []
 
         def turn(ids: list[int], slot: int, running: Engine = running) -> list[int]:
             name = running.add_request(ids, SamplingParams(max_tokens=9, ignore_eos=True), slot=slot)
-            return tokens_of(drain(running)[name])
+            tokens = tokens_of(drain(running)[name])
+            known.append(ids + tokens)
+            return tokens
 
         texts.append(turn(prompt(20), slot))
         snapshot = running.save_snapshot(slot, 0)
@@ -145,6 +151,7 @@ def test_a_conversation_goes_on_and_branches(tmp_path: Path) -> None:
         texts.append(turn([*history, 11], slot))
         found.append(texts)
     assert found[0] == found[1]
+    assert running.stats.accepted_tokens > 5
 
 
 class Turns:
@@ -181,17 +188,36 @@ def test_rests_between_drafts(tmp_path: Path) -> None:
     assert sum(first) >= 0.8 * len(first)  # what was accepted just before a rest was taken in as drafted
 
 
+def test_nothing_is_drafted_for_a_last_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = make_mtp("qwen3_5", tmp_path)
+    running = Engine(folder, kernels="reference", **SIZES, **DRAFTS)
+    asked, propose = [], running.runner.propose
+
+    def count(items: Any) -> Any:
+        asked.append(len(items))
+        return propose(items)
+
+    monkeypatch.setattr(running.runner, "propose", count)
+    for tokens in (1, 2, 3):
+        running.add_request(prompt(9), SamplingParams(max_tokens=tokens, ignore_eos=True))
+        drain(running)
+        assert len(asked) == max(tokens - 2, 0)
+
+
 def test_a_failing_layer_costs_drafts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = make_mtp("qwen3_5", tmp_path)
     wanted = answers(Engine(folder, kernels="reference", **SIZES))
     running = Engine(folder, kernels="reference", **SIZES, **DRAFTS)
+    asked: list[Any] = []
 
     def fail(items: Any) -> Any:
+        asked.append(items)
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(running.runner, "propose", fail)
-    with pytest.warns(RuntimeWarning, match="no drafts, and slower answers: RuntimeError: no memory"):
+    with pytest.warns(RuntimeWarning, match="no drafts from now on, and slower answers: RuntimeError: no memory"):
         assert answers(running) == wanted
+    assert len(asked) == 1
     assert running.stats.drafted_tokens == 0
     assert running.stats.free_slots == SIZES["max_batch_size"]
 

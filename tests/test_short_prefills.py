@@ -145,16 +145,15 @@ def test_chunks_without_logits_move_the_slot_on(tmp_path: Path) -> None:
     assert all(outputs[0].values())
 
 
-def test_what_they_keep_is_in_a_gpus_plan() -> None:
+def test_what_they_keep_is_in_a_gpus_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for the intermediates of the longest one, and no more than that if chunks are shorter."""
-    checkpoint = read_model("qwen3-8b", "dummy")
+    checkpoint, kernels = read_model("qwen3-8b", "dummy"), select_kernels("triton", "cuda")
+    monkeypatch.setattr(kernels, "captures", True)  # as on a GPU
 
     def graphs(chunk: int) -> int:
         options = EngineOptions(max_batch_size=1, max_context=4096, prefill_chunk=chunk, load_format="dummy")
         return plan_memory(checkpoint.config, options, None, "cuda", checkpoint.storage).graphs
 
-    kernels = select_kernels("triton", "cuda")
-    if kernels.captures:  # it does not in the interpreter
-        sizes, config = kernels.short_prefills, checkpoint.config
-        assert graphs(64) < graphs(2048) == graphs(sizes[-1])
-        assert graphs(2048) > sizes[-1] * (3 * config.intermediate_size + config.hidden_size) * 2
+    sizes, config = kernels.short_prefills, checkpoint.config
+    assert graphs(64) < graphs(2048) == graphs(sizes[-1])
+    assert graphs(2048) > sizes[-1] * (3 * config.intermediate_size + config.hidden_size) * 2

@@ -254,3 +254,18 @@ def test_window_and_sinks_bound_what_a_token_sees(tmp_path: Path) -> None:
     windowed.release_slot(slot)
     slot = windowed.acquire_slot()
     assert (feed(windowed, {slot: seen})[slot] - want).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_hybrid_model_in_16_bits_on_a_cpu(dtype: str, tmp_path: Path) -> None:
+    """Kernels of a backend whose intermediates are float32 find the convolution's inputs in float32, too."""
+    logits = []
+    for backend in ("reference", "numba"):
+        slots = engine("qwen3_5", tmp_path / backend, kernels=backend, dtype=dtype, max_draft_tokens=2)
+        assert {t.dtype for state in slots.runner.state.layers for t in vars(state).values()} == {torch.float32}
+        slot = slots.acquire_slot()
+        feed(slots, {slot: prompt(70)})
+        feed(slots, {slot: [1, 2, 3]}, "verify")
+        slots.commit([slot], [2])
+        logits.append(feed(slots, {slot: [4]}, "decode")[slot])
+    torch.testing.assert_close(logits[0], logits[1], atol=0.1, rtol=0.1)

@@ -147,11 +147,14 @@ class Engine(SlotEngine):
         self._steps += 1
         outputs = [self._finish(request, "length") for request in plan.ended]
         outputs += self._run("prefill", plan.prefill, plan.prefill_requests)
-        outputs += self._decode_or_verify(plan.decode, plan.decode_requests)
+        outputs += self._decode_or_verify(plan.decode, plan.decode_requests, timed=not plan.prefill)
         self._prompt_tokens += sum(len(item.token_ids) for item in plan.prefill)
         return outputs
 
-    def _decode_or_verify(self, items: list[SlotTokens], requests: list[Request]) -> list[RequestOutput]:
+    def _decode_or_verify(
+        self, items: list[SlotTokens], requests: list[Request], *, timed: bool
+    ) -> list[RequestOutput]:
+        """timed: nothing else is on the device, so that the pass's time says whether drafts pay."""
         if self._speculation is None or not items:
             return self._run("decode", items, requests)
         start = time.perf_counter()
@@ -161,7 +164,8 @@ class Engine(SlotEngine):
         else:
             outputs = self._verify(self._speculation, planned, items, requests)
         tokens = sum(len(output.new_token_ids) for output in outputs)
-        self._speculation.took(len(items), planned is not None, time.perf_counter() - start, tokens)
+        if timed:
+            self._speculation.took(len(items), planned is not None, time.perf_counter() - start, tokens)
         return outputs
 
     def _verify(
@@ -205,15 +209,16 @@ class Engine(SlotEngine):
 
     def _own_drafts(self, newest: Sequence[SlotTokens]) -> list[list[int]]:
         """The model's own, of slots whose newest tokens are given (see `MtpDrafts.propose`)."""
+        self.runner.apply(*self.slots.take_changes())
         try:
-            self.runner.apply(*self.slots.take_changes())
             drafts: list[list[int]] = self.runner.propose(newest).tolist()
         except RankError:
             raise
         except Exception as error:  # no answer needs a draft
-            warnings.warn(
-                f"no drafts, and slower answers: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1
-            )
+            text = f"no drafts from now on, and slower answers: {type(error).__name__}: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
+            assert self._speculation is not None
+            self._speculation.stopped = True
             return [[] for _ in newest]
         return drafts
 

@@ -81,7 +81,7 @@ class MemoryPlan:
 
     @property
     def _drafts(self) -> int:
-        return 0 if self.draft_states is None else self.draft_states.nbytes
+        return 0 if self.draft_states is None else self.draft_states.nbytes + 8 * self.draft_states.shape[0]
 
     @property
     def total(self) -> int:
@@ -222,13 +222,16 @@ class Planner:
             context = min(context, options.max_context)
         rows = slots * (options.max_draft_tokens + 1)
         chunk = options.chunk_tokens(self.device_type)
-        own_drafts = options.drafter == "mtp"
-        states = states_spec(slots, options.max_draft_tokens, config.hidden_size, self.dtype) if own_drafts else None
+        states = (
+            states_spec(slots, options.max_draft_tokens, config.hidden_size, self.dtype)
+            if options.drafter == "mtp"
+            else None
+        )
         return MemoryPlan(
             kv=KVCacheShape(
                 kv_format=fmt,
                 layout=options.kv_layout,
-                num_layers=len(config.attention_layers) + own_drafts,
+                num_layers=len(config.attention_layers) + (states is not None),
                 num_slots=slots,
                 num_pages=pages,
                 max_pages=max_pages,
@@ -254,8 +257,11 @@ class Planner:
     def _state_shape(self, slots: int) -> StateShape:
         gdn, tp, options = self.config.gated_delta, self.tp, self.options
         journal = options.max_draft_tokens + 1 if options.max_draft_tokens else 0
+        dtype = (
+            self.dtype if self.kernels.keeps_dtype else torch.float32
+        )  # of the convolution's inputs, as kernels read it
         if gdn is None:
-            return StateShape(0, slots, 0, 0, 0, 0, 0, 0, journal, options.num_snapshots, self.dtype)
+            return StateShape(0, slots, 0, 0, 0, 0, 0, 0, journal, options.num_snapshots, dtype)
         key_heads = tp.shard(gdn.num_key_heads, "linear_num_key_heads").size
         return StateShape(
             num_layers=len(self.config.state_layers),
@@ -268,7 +274,7 @@ class Planner:
             value_head_dim=gdn.value_head_dim,
             journal_len=journal,
             num_snapshots=options.num_snapshots,
-            dtype=self.dtype,
+            dtype=dtype,
         )
 
     def _graphs(self, slots: int, longest_prefill: int, context: int) -> int:
@@ -334,14 +340,13 @@ class Planner:
 
     def _workspace(self, chunk: int, rows: int, context: int) -> int:
         """Bound of any pass's live intermediates, and what ranks share: chunks of a prefill, rows of decode or verify."""
-        size, hidden = self.tp.size, self.config.hidden_size
-        shared = 0
+        size, hidden, shared = self.tp.size, self.config.hidden_size, 0
         if size > 2:  # the summands of all ranks (see `engine.collectives`)
             shared += (size + 1) * min(max(chunk, rows), SMALL_BATCH) * hidden * 4
         if size > 1 and self.device_type == "cuda":
             shared += NUM_PLACES * (place_nbytes(hidden) + inbox_nbytes(hidden, size))
         passes = self._intermediates(chunk, context, prefill=True), self._intermediates(rows, context, prefill=False)
-        return shared + max(passes)
+        return max(shared + max(passes), Sampler.workspace(rows, self.config.vocab_size))
 
     def pages_that_fit(self, slots: int, max_pages: int, fmt: KVFormat) -> int:
         """Most pool pages (0 if not even an empty pool fits), each slot using at most max_pages."""

@@ -3,7 +3,7 @@
 Every pass leaves the states of its tokens here, and a prompt's passes fill the layer's part of the KV cache. To draft, the
 layer first takes the tokens that have been accepted since, each with the state of the one before it; then, one by one, the
 tokens it has drafted itself, each with its own result as the state. What stands in the cache for drafted tokens is written
-again once the right ones are known. Drafts decide how many passes an answer takes, never what it is.
+again when the next drafts are made, and stays if none are. Drafts decide how many passes an answer takes, never what it is.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class MtpDrafts:
         self.states = torch.zeros(states.shape, dtype=states.dtype, device=device)  # of each slot's last tokens
         self._spare, self._most = len(self.states) - 1, states.shape[1] - 1
         self._first = [-1] * len(self.states)  # position of the token whose state is a slot's first
+        self._last = torch.zeros(
+            len(self.states), dtype=torch.int64, device=device
+        )  # which of a slot's states is the newest
         self._graphs = DecodeGraphs(self._draft, kernels, device, self._spare)
 
     def forget(self) -> None:
@@ -59,15 +62,17 @@ class MtpDrafts:
         """Part of every pass, recorded with it. states [T, H] of the batch's tokens."""
         slots = batch.slot_ids.long()
         if batch.kind == "decode":  # of no drafts: else the layer would have had these tokens
-            self._layer.append(self.states[slots, 0], batch, self._kv)
+            self._layer.append(self.states[slots, self._last[slots]], batch, self._kv)
         if batch.kind != "prefill":
+            self._last.index_fill_(0, slots, 0)
             self.states[slots, : batch.q_len] = states.unflatten(0, (len(slots), batch.q_len))
             return
         of_token = batch.token_slots.long()
         goes_on = of_token == of_token.roll(1)  # no slot is there twice
         goes_on[:1].zero_()  # not an assignment, which a recording would take for a copy from the host
-        before = torch.where(goes_on[:, None], states.roll(1, 0), self.states[of_token, 0])
+        before = torch.where(goes_on[:, None], states.roll(1, 0), self.states[of_token, self._last[of_token]])
         self._layer.append(before.masked_fill((batch.positions == 0)[:, None], 0.0), batch, self._kv)
+        self._last.index_fill_(0, slots, 0)
         self.states[slots, 0] = states[(batch.cu_seqlens_q[1:].long() - 1).clamp(min=0)]
 
     def note(self, kind: Kind, items: Sequence[SlotTokens]) -> None:
@@ -75,8 +80,14 @@ class MtpDrafts:
         for item in items:
             self._first[item.slot] = item.start + (len(item.token_ids) - 1 if kind == "prefill" else 0)
 
+    def commit(self, slots: Sequence[int], num_tokens: Sequence[int]) -> None:
+        """So many tokens of each slot's verify pass stay."""
+        index, last = torch.tensor([[*slots], [max(n - 1, 0) for n in num_tokens]]).to(self._device)
+        self._last[index] = last
+
     def fork(self, parent: int, child: int) -> None:
         self.states[child] = self.states[parent]
+        self._last[child] = self._last[parent]
         self._first[child] = self._first[parent]
 
     def propose(self, items: Sequence[SlotTokens]) -> Tensor:

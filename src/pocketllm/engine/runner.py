@@ -144,6 +144,8 @@ class ModelRunner:
     def commit(self, slots: Sequence[int], num_tokens: Sequence[int]) -> None:
         """Move recurrent state forward by the accepted tokens of the last verify pass."""
         self.state.commit(slots, num_tokens)
+        if self._drafts is not None:
+            self._drafts.commit(slots, num_tokens)
 
     def fork(self, parent: int, child: int) -> None:
         """Copy the parent's recurrent state to the child. (KV pages are shared or copied by `apply`.)"""

@@ -30,6 +30,7 @@ from pocketllm.options import SamplingParams
 
 NARROW = 64  # candidates of a row with 0 < top_k <= NARROW, and the most log-probabilities a request may ask for
 _BLOCK = 64
+_DRAWN = 16  # rows that are sorted at a time: each takes many times its own size
 _FORBIDDEN = float("-inf")
 _LOW_32_BITS = 0xFFFFFFFF
 _MASK_64 = 2**64 - 1
@@ -169,6 +170,12 @@ class Sampler:
             TensorSpec("sampler.output_counts", shape, torch.int32),
         )
 
+    @staticmethod
+    def workspace(num_rows: int, vocab_size: int) -> int:
+        """Most bytes of intermediate tensors that sampling so many rows takes at a time, for the memory plan: penalties and
+        log-probabilities of all of them, or edited logits and a sort, which on a GPU has copies of its own."""
+        return vocab_size * 4 * max(8 * num_rows, 2 * num_rows + 18 * min(num_rows, _DRAWN))
+
     @property
     def nbytes(self) -> int:
         return self._prompt_mask.nbytes + self._output_counts.nbytes
@@ -200,10 +207,8 @@ class Sampler:
         self._requests[slot] = None
 
     def at_once(self, slot: int) -> bool:
-        """Whether rows of the slot may be sampled together that follow each other: no choice depends on the one before, and
-        none needs the whole vocabulary sorted, which takes memory for each row."""
-        request = self._request(slot)
-        return not request.penalised and (request.narrow or request.params.temperature == 0)
+        """Whether rows of the slot may be sampled together that follow each other: no choice depends on the one before."""
+        return not self._request(slot).penalised
 
     def record(self, slots: Sequence[int], tokens: Tensor) -> None:
         """`tokens` [n] int64 (device) were generated in `slots` (a slot may stand here several times)."""
@@ -241,8 +246,8 @@ class Sampler:
             forbidden = is_bad & sound
             is_bad = is_bad | ~sound
         for narrow in (True, False):
-            rows = [i for i, r in enumerate(requests) if r.params.temperature > 0 and r.narrow == narrow]
-            if rows:
+            drawn = [i for i, r in enumerate(requests) if r.params.temperature > 0 and r.narrow == narrow]
+            for rows in (drawn[i : i + _DRAWN] for i in range(0, len(drawn), _DRAWN)):
                 index = self._tensor(rows, torch.int64)
                 params = [requests[i].params for i in rows]
                 draws = [uniform(requests[i].seed, positions[i]) for i in rows]

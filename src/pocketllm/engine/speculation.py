@@ -42,6 +42,7 @@ class Speculation:
     make: Callable[[], Drafter] | None = None
     draft_all: DraftForAll | None = None
     payoff: Payoff | None = None  # of drafts that cost time; None: they are always made
+    stopped: bool = False  # drafts can't be made
     drafted_tokens: int = 0  # since construction
     accepted_tokens: int = 0
     _guesses: dict[str, _Guesses] = field(default_factory=dict)  # by request
@@ -52,6 +53,8 @@ class Speculation:
         decoding is as good: fewer than half of the slots have a draft, one has no room for it, or drafts have not paid.
         Nor are there more rows than those whose results do not depend on their number."""
         size = padded_size(len(items))
+        if self.stopped:
+            return None
         if size * (1 + self.most) > SMALL_BATCH or (self.payoff is not None and not self.payoff.drafts_pay(size)):
             return None
         if self.draft_all is None:
@@ -59,7 +62,8 @@ class Speculation:
             if 2 * sum(map(bool, drafts)) < len(items) or not self._make_room(items):
                 return None
         else:
-            if not self._make_room(items):
+            wanted = sum(self._limit(request) > 0 for request in requests)
+            if 2 * wanted < len(items) or not self._make_room(items):
                 return None
             drafts = self._draft_all(self.draft_all, items, requests)
             if 2 * sum(map(bool, drafts)) < len(items):

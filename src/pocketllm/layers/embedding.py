@@ -29,15 +29,15 @@ class Vocabulary:
         (weight,) = source.linear([name], [rows], hidden, role=role)
         return weight
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, H] in the compute type."""
+    def embed(self, token_ids: Tensor, place: int = EMBEDDING) -> Tensor:
+        """[T] int64 -> [T, H] in the compute type. place: see `TensorParallel.place`."""
         if self._tp.size == 1:
             return self._kernels.embedding(token_ids, self.table, self._dtype)
         local = token_ids - self._first
         elsewhere = (local < 0) | (local >= self._num_rows)
         x = self._kernels.embedding(local.clamp(0, self._num_rows - 1), self.table, self._dtype)
         x = x.masked_fill(elsewhere[:, None], 0)
-        return self._kernels.add_up(sum_over_ranks(x, self._tp, self._kernels, EMBEDDING), self._dtype)
+        return self._kernels.add_up(sum_over_ranks(x, self._tp, self._kernels, place), self._dtype)
 
     def logits(self, hidden: Activations) -> Tensor:
         """[m, H] -> [m, V] float32, with several ranks the columns of this one (`TensorParallel.gather` joins them)."""

@@ -25,7 +25,7 @@ from pocketllm.layers.norm import RMSNorm
 from pocketllm.layers.rope import RotaryEmbedding
 from pocketllm.models.block import Block
 from pocketllm.models.config import ModelConfig
-from pocketllm.parallel import TensorParallel
+from pocketllm.parallel import EMBEDDING, MIXER, TensorParallel
 from pocketllm.weights.source import WeightSource
 
 
@@ -43,8 +43,8 @@ class MultiTokenPrediction:
         """ModelError if the model has no such layer."""
         if not source.has("mtp.fc.weight"):
             raise ModelError(
-                "drafter = 'mtp': this model has no layer for multi-token prediction (mtp.*, which Qwen3-Next, 3.5 and "
-                "later have, not as GGUF): use drafter = 'ngram'"
+                "drafter = 'mtp': no layer for multi-token prediction (mtp.*) is among the model's weights, or named by its "
+                "config if they are dummies (Qwen3-Next, 3.5 and later have one, not as GGUF): use drafter = 'ngram'"
             )
         scope, hidden = source.scope("mtp"), config.hidden_size
         self._vocabulary, self._mask = vocabulary, mask
@@ -67,7 +67,7 @@ class MultiTokenPrediction:
     def __call__(self, states: Tensor, batch: ForwardBatch, kv: LayerKV) -> Tensor:
         """states [T, H], of the tokens before the batch's (normed, as logits are made of them) -> [T, H], of which logits
         are made for the tokens after the batch's. Appends to kv."""
-        block, residual = self._block, self._join(batch.token_ids, states)
+        block, residual = self._block, self._join(batch.token_ids, states, EMBEDDING)
         inputs = self._mixer.projection.outputs(block.input_norm(residual))
         mixed = self._mixer.mix(inputs, batch, kv, self._mask, [self._mixer.out_proj.weight])
         out = block.post_norm.add(self._mixer.out_proj(mixed), residual, block.feed_forward.readers)
@@ -75,10 +75,10 @@ class MultiTokenPrediction:
 
     def append(self, states: Tensor, batch: ForwardBatch, kv: LayerKV) -> None:
         """Only what a call leaves in the cache: all that is wanted of a prompt's tokens."""
-        residual = self._join(batch.token_ids, states)
+        residual = self._join(batch.token_ids, states, MIXER)  # a pass begins with the other place, and may come next
         self._mixer.append(self._mixer.projection.outputs(self._block.input_norm(residual)), batch, kv)
 
-    def _join(self, token_ids: Tensor, states: Tensor) -> Tensor:
+    def _join(self, token_ids: Tensor, states: Tensor, place: int) -> Tensor:
         """[T, H], the embedding first."""
-        embedded = self._embedding_norm(self._vocabulary.embed(token_ids))
+        embedded = self._embedding_norm(self._vocabulary.embed(token_ids, place))
         return self._joined(torch.cat((embedded, self._state_norm(states)), dim=-1))
