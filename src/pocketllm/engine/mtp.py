@@ -50,9 +50,8 @@ class MtpDrafts:
         self.states = torch.zeros(states.shape, dtype=states.dtype, device=device)  # of each slot's last tokens
         self._spare, self._most = len(self.states) - 1, states.shape[1] - 1
         self._first = [-1] * len(self.states)  # position of the token whose state is a slot's first
-        self._last = torch.zeros(
-            len(self.states), dtype=torch.int64, device=device
-        )  # which of a slot's states is the newest
+        # Which of a slot's states is that of its newest token: not the last one, where drafts were refused.
+        self._last = torch.zeros(len(self.states), dtype=torch.int64, device=device)
         self._graphs = DecodeGraphs(self._draft, kernels, device, self._spare)
 
     def forget(self) -> None:
