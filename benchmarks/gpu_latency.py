@@ -64,7 +64,8 @@ def answers(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list
 
 
 def first_tokens(report: Report, engine: Engine) -> None:
-    recorded: Any = engine.runner._prefills  # type: ignore[union-attr]
+    runner: Any = engine.runner
+    recorded = runner._prefills
     sizes = list(recorded._sizes)
     for count, length in PROMPTS:
         prompts = [[random_tokens(engine, length, 10 * seed + i) for i in range(count)] for seed in range(4)]
@@ -132,6 +133,7 @@ def run(report: Report, model: str, ranks: int, slot_counts: list[int], most: in
     drafting = build(model, ranks, slots, drafter="mtp", max_draft_tokens=most)
     propose: Any = drafting.runner.propose
     runner: Any = drafting.runner
+    speculation: Any = drafting._speculation
     for count in slot_counts:
         some = prompts[:count]
         whole = [prompt + answer for prompt, answer in zip(some, wanted[count], strict=True)]
@@ -141,7 +143,7 @@ def run(report: Report, model: str, ranks: int, slot_counts: list[int], most: in
             ("drafts, right", knowing(drafting, whole, most), Payoff()),
         ):
             runner.propose = used
-            drafting._speculation.payoff = payoff  # type: ignore[union-attr]
+            speculation.payoff = payoff
             decode(report, drafting, part, some, wanted[count])
         runner.propose = propose
     drafting.close()

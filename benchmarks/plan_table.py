@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pocketllm.engine.device import GPU_SHARE
-from pocketllm.engine.memory_plan import context_table
+from pocketllm.engine.memory_advice import context_table
 from pocketllm.errors import OptionError
 from pocketllm.models.config import ModelConfig
 from pocketllm.models.registry import config_from_shape

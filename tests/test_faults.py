@@ -379,7 +379,7 @@ def test_a_long_prompt_that_fails_late_leaves_its_slot_as_it_was(kind: str, tmp_
     slots = make(kind, tmp_path, sabotaged(raise_on_poison))
     plain = make(kind, tmp_path / "plain")
     for each in (slots, plain):
-        assert [each.acquire_slot() for _ in range(2)] == [0, 1]
+        assert [each.acquire_slot() for _ in range(3)] == [0, 1, 2]
         feed(each, {0: prompt(9)})
     sizes: list[int] = []
     forward = slots.runner.forward
@@ -397,5 +397,9 @@ def test_a_long_prompt_that_fails_late_leaves_its_slot_as_it_was(kind: str, tmp_
     assert fine.logits is not None
     assert max(sizes) <= 64
     torch.testing.assert_close(fine.logits, feed(plain, {1: prompt(100, 2)})[1], atol=2e-5, rtol=2e-5)
+    fine, failed = slots.batch_prefill([SlotRequest(2, prompt(100, 4)), SlotRequest(0, [POISON])])  # in its second pass
+    assert failed.error is not None
+    assert fine.logits is not None
+    torch.testing.assert_close(fine.logits, feed(plain, {2: prompt(100, 4)})[2], atol=2e-5, rtol=2e-5)
     got, wanted = (feed(each, {0: prompt(80, 3)}) for each in (slots, plain))
     torch.testing.assert_close(got[0], wanted[0], atol=2e-5, rtol=2e-5)

@@ -20,8 +20,9 @@ from engines import engine, feed, prompt
 from pocketllm import Engine, EngineOptions, SamplingParams, plan_memory
 from pocketllm.cache.formats import KV_FORMATS
 from pocketllm.engine import device
-from pocketllm.engine.memory_advice import check_fits
-from pocketllm.engine.memory_plan import Planner, context_table
+from pocketllm.engine.memory_advice import check_fits, context_table
+from pocketllm.engine.memory_plan import Planner
+from pocketllm.engine.sampler import Sampler
 from pocketllm.errors import MemoryPlanError, OptionError
 from pocketllm.models.registry import config_from_shape
 from pocketllm.options import parse_bytes
@@ -288,6 +289,39 @@ def test_a_pass_stays_within_its_planned_workspace(kind: str, tmp_path: Path) ->
         peak = max(peak, held)
     planned = slots.plan.workspace + slots.plan.logits
     assert planned / 3 < peak <= planned
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"logprobs": 5},
+        {"temperature": 1.0, "top_k": 20, "logprobs": 5, "logit_bias": {3: 1.0}, "repetition_penalty": 1.2},
+        {"temperature": 1.0},
+        {
+            "temperature": 1.0,
+            "logprobs": 5,
+            "presence_penalty": 0.1,
+            "frequency_penalty": 0.1,
+            "repetition_penalty": 1.2,
+        },
+    ],
+)
+def test_sampling_stays_within_its_planned_workspace(settings: dict[str, Any], rows: int) -> None:
+    vocab = 20000
+    sampler = Sampler(rows, vocab)
+    for slot in range(rows):
+        sampler.start(slot, SamplingParams(**settings), [1, 2], [5], seed=slot)
+    logits = torch.randn(rows, vocab)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        sampler.sample(logits, list(range(rows)), [3] * rows, [1] * rows)
+    held = peak = 0
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert 0 < peak <= Sampler.workspace(rows, vocab)
 
 
 def gpu_planner(shape: str, **options: Any) -> Planner:

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_models
-from engines import CPU_BACKENDS, drain, prompt, tokens_of
-from pocketllm import Engine, SamplingParams
+from engines import CPU_BACKENDS, drain, feed, prompt, tokens_of
+from pocketllm import Engine, SamplingParams, SlotEngine
 from pocketllm.cache.formats import KV_FORMATS
 from pocketllm.engine.inputs import SlotTokens
 from pocketllm.errors import ModelError
+from pocketllm.kernels import reference
 from ranks import ThreadRanks
 from test_memory import tensors_below
 from tiny_mtp import make_mtp
@@ -186,6 +187,43 @@ def test_rests_between_drafts(tmp_path: Path) -> None:
     assert min(turns.noted) > 5
     first = [oracle.drafts(tokens, 1) == drafts[:1] for tokens, drafts in watched.seen]
     assert sum(first) >= 0.8 * len(first)  # what was accepted just before a rest was taken in as drafted
+
+
+def test_the_layer_goes_on_from_the_last_token_kept(tmp_path: Path) -> None:
+    """After a verify pass of which a part is kept, what comes next has the layer's K and V of a prompt never cut."""
+    folder, _ = make_mtp("qwen3_5", tmp_path)
+    slots: Any = SlotEngine(folder, kernels="reference", **SIZES, **DRAFTS)
+    ids = prompt(26)
+    for slot, kind in enumerate(("decode", "prefill")):
+        assert slots.acquire_slot() == slot
+        feed(slots, {slot: ids[:20]})
+        feed(slots, {slot: [*ids[20:23], 7]}, "verify")
+        slots.commit([slot], [3])
+        feed(slots, {slot: ids[23 : 24 if kind == "decode" else 26]}, kind)
+    whole = slots.acquire_slot()
+    feed(slots, {whole: ids})
+    layer = slots.runner.kv.layers[-1]
+    wanted = reference.dequantize(layer, whole, 26)
+    for slot, end in ((0, 24), (1, 26)):
+        for got, of_whole in zip(reference.dequantize(layer, slot, end), wanted, strict=True):
+            torch.testing.assert_close(got[23:], of_whole[23:end], atol=2e-5, rtol=2e-5)
+
+
+def test_passes_beside_a_prompts_are_not_timed(tmp_path: Path) -> None:
+    folder, _ = make_mtp("qwen3_5", tmp_path)
+    running: Any = Engine(folder, kernels="reference", **SIZES, **DRAFTS)
+    running._speculation.payoff = turns = Turns()
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    running.add_request(prompt(9), params)
+    for _ in range(3):
+        running.step()
+    before = sum(turns.noted)
+    running.add_request(prompt(150, 1), params)
+    for _ in range(3):  # its chunks
+        running.step()
+    assert before == sum(turns.noted) == 2
+    running.step()
+    assert sum(turns.noted) == 3
 
 
 def test_nothing_is_drafted_for_a_last_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,8 @@ def plan(
     import torch
 
     from pocketllm.engine.device import available_memory
-    from pocketllm.engine.memory_advice import check_fits
-    from pocketllm.engine.memory_plan import context_table, plan_memory
+    from pocketllm.engine.memory_advice import check_fits, context_table
+    from pocketllm.engine.memory_plan import plan_memory
 
     device = "cpu" if gpu_memory is None else "cuda"
     budget = parse_bytes(gpu_memory) if gpu_memory is not None else options.memory_limit

@@ -1,4 +1,4 @@
-"""When a memory plan does not fit: the error, which names the nearest settings that do."""
+"""What fits: the largest contexts; and when a memory plan does not, the error, which names the nearest settings that do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,22 @@ from pocketllm.options import CHUNK_ALIGNMENT, EngineOptions
 from pocketllm.weights.reader import Storage
 
 _RANKS = (2, 4, 8)  # of one machine
+TABLE_SLOTS = (1, 2, 4, 8, 16, 32)
+
+
+def context_table(
+    config: ModelConfig,
+    options: EngineOptions,
+    device_memory: int,
+    device_type: str = "cpu",
+    storage: Storage | None = None,
+) -> dict[str, dict[int, int]]:
+    """Largest context per slot for each KV format and number of slots in TABLE_SLOTS (0: does not fit)."""
+    open_context = dataclasses.replace(options, max_context=None)
+    planner = Planner(config, open_context, device_memory, device_type, storage)
+    return {
+        name: {slots: planner.largest_context(slots, fmt) for slots in TABLE_SLOTS} for name, fmt in KV_FORMATS.items()
+    }
 
 
 def check_fits(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pocketllm.cache.formats import KV_FORMATS, KVFormat, kv_format
+from pocketllm.cache.formats import KVFormat, kv_format
 from pocketllm.cache.kv import KVCacheShape
 from pocketllm.cache.state import StateShape
 from pocketllm.engine.graphs import padded_sizes, prefill_sizes
@@ -35,8 +35,6 @@ from pocketllm.weights.reader import Storage
 
 # What a CUDA process takes before the first tensor: context, library handles, graphs. An assumption until it is measured.
 CUDA_RUNTIME = 1536 << 20
-
-TABLE_SLOTS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -382,21 +380,6 @@ def plan_memory(
     wants to allocate calls `memory_advice.check_fits`.
     """
     return Planner(config, options, device_memory, device_type, storage).choose()
-
-
-def context_table(
-    config: ModelConfig,
-    options: EngineOptions,
-    device_memory: int,
-    device_type: str = "cpu",
-    storage: Storage | None = None,
-) -> dict[str, dict[int, int]]:
-    """Largest context per slot for each KV format and number of slots in TABLE_SLOTS (0: does not fit)."""
-    open_context = dataclasses.replace(options, max_context=None)
-    planner = Planner(config, open_context, device_memory, device_type, storage)
-    return {
-        name: {slots: planner.largest_context(slots, fmt) for slots in TABLE_SLOTS} for name, fmt in KV_FORMATS.items()
-    }
 
 
 def gib(nbytes: int) -> str:

@@ -87,10 +87,6 @@ class QwenModel:
                 return block.bridge, cross
         return [block.mixer.out_proj.weight], None
 
-    def __call__(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> Tensor:
-        """Runs one pass; returns the logits of `batch.logits_rows`, [m, V] float32."""
-        return self.vocabulary.logits(self.last_states(batch, kv, state))
-
     def last_states(self, batch: ForwardBatch, kv: KVCache, state: StateCache) -> Tensor:
         """All of a pass but its last product: what the logits of `batch.logits_rows` are made of, [m, H]."""
         out, residual = self._pass(batch, kv, state)
